@@ -100,7 +100,7 @@ class Problem:
 
 
 @covering(entry=TABLE, contiguous=[True, False], schedule=[*SCHEDULES])
-@pytest.mark.filterwarnings("ignore:Expected parameters that fused kernels can take")
+@pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 def test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too(entry, contiguous, schedule):
     found = []
     for rate in (0.02, torch.tensor(0.02, dtype=torch.float64)):

@@ -67,7 +67,7 @@ def _seeded(machine: type, number: int) -> type:
 
 
 def _batch(job: tuple[str, str, int, int, int]) -> tuple[str, Counter[str]]:
-    warnings.filterwarnings("ignore", "Expected parameters that fused kernels can take")
+    warnings.filterwarnings("ignore", "Expected a fused kernel for")
     warnings.filterwarnings("ignore", "Expected finite gradients")
     name, mode, number, lives, stretch = job
     return f"{name}, {mode}", live(name, mode, lives=lives, seed=number, stretch=stretch)

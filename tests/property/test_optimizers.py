@@ -9,7 +9,7 @@ from tests.property.fuzz import live
 from tests.property.machine import MODES, OPTIMIZERS
 
 
-@pytest.mark.filterwarnings("ignore:Expected parameters that fused kernels can take")
+@pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 @pytest.mark.filterwarnings("ignore:Expected finite gradients")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -140,11 +140,12 @@ class ShardedOptimizer(StatefulOptimizer):
         """The parameters of this step with their gradients."""
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            self._check_edited()
+            self._check_groups()
         self._find_params()
         # A gradient scaler sets it for a step whose gradients it has not unscaled.
         gradients = self._gradients(getattr(self, "grad_scale", None))
-        batches, key = self._built, None if compiling else (self._modes, len(loops.BROKEN))
+        modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
+        batches, key = self._built, None if compiling else (modes, len(loops.BROKEN))
         if compiling or self._built_for != key or not all(b.refresh(gradients) for b in batches):
             if not compiling:
                 self._check_params()
@@ -283,22 +284,24 @@ class ShardedOptimizer(StatefulOptimizer):
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> Types | None:
         """Types for which compiled loops take a parameter; None: multi-tensor calls work on it."""
-        name, fused = type(self).__name__, group["fused"]
+        name, fused, device = type(self).__name__, group["fused"], parameter.device
         is_default = fused is None and group["foreach"] is None
         # Torch's own compiler writes kernels of its own.
-        if torch.compiler.is_compiling() or not (fused or is_default):
+        if torch.compiler.is_compiling() or not (fused or is_default) or is_compiled(group, device):
             return None
-        if is_compiled(group, parameter.device):
-            return None
-        if parameter.device.type != "cpu":
+        if device.type != "cpu":
             if fused:
-                loops.warn_once(name, f"there are none for {parameter.device.type} devices")
+                loops.warn_once(name, f"there are none for {device.type} devices")
             return None
         if (why := loops.why_none()) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
             if types is None:
                 if fused:
-                    loops.warn_once(name, "", parameter)
+                    layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
+                    loops.warn_once(
+                        name,
+                        f"a parameter of {layout}, its gradient or a state is not in plain memory",
+                    )
                 return None
             if (why := loops.prepare(self._passes, types)) is None:
                 return types

@@ -16,15 +16,12 @@ from steadygrad.shards import aligned, is_sharded, local
 
 @dataclass(eq=False)
 class Batch:
-    """Same-shape parameters of one group, stacked.
+    """Same-shape parameters of one group, stacked: copies, to be changed in place or assigned anew.
 
     Attributes:
-        param: The parameters, with shape ``[n, *shape]``: a copy, to be changed in place or
-            assigned anew.
-        grad: Gradients of the parameters, with the same shape; zeros where a gradient is None. A
-            copy too.
-        state: State of the parameters by name, with shape ``[n, ...]``: copies, to be changed in
-            place or assigned anew.
+        param: The parameters, with shape ``[n, *shape]``.
+        grad: Their gradients, with the same shape; zeros where a gradient is None.
+        state: Their state by name, with shape ``[n, ...]``.
         names: Names of the parameters; ``params.3`` for a group's fourth that has none.
         params: The parameters themselves.
         has_grad: Which of them have a gradient, on the host.
@@ -75,9 +72,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     **None gradients** count as zeros unless ``batched_params`` skips them; zeros still decay
     averages and, with momentum, move a parameter, which torch's own optimizers do not.
 
-    **Sharded parameters** (DTensors) are batched by the shapes of this process's parts, and state
-    of that shape becomes a DTensor of the same layout. Rules that go by element are exact; a norm
-    is that of the local part only.
+    **Sharded parameters** (DTensors) are batched by the shapes of their local parts, and state of
+    that shape becomes a DTensor. Rules by element are exact; a norm is that of the local part.
 
     Args:
         params: Parameters, named parameters, or groups of either; real and dense.
@@ -93,8 +89,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     def init_state(self, batch: Batch) -> Mapping[str, Tensor]:
         """State of parameters that have none yet, by name, with shape ``[n, ...]``.
 
-        Called when any member of a batch lacks state. Members that have a state keep it, so every
-        row must depend on its own parameter only.
+        Called when any member of a batch lacks state. Those that have one keep it: a row must
+        depend on its own parameter only.
         """
         return {}
 
@@ -113,8 +109,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     ) -> Iterator[list[Batch]]:
         """Stacks a group's parameters of the same shape, type and device, and writes them back.
 
-        On leaving, the stacked parameters and their state are written to the parameters. If the
-        block raises, nothing is. Gradients are off inside.
+        If the block raises, nothing is written. Gradients are off inside.
 
         Args:
             group: One of ``self.param_groups``.
@@ -125,8 +120,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
             The batches, in the order of their first parameters.
 
         Raises:
-            InputError: If a gradient is sparse, or a tensor that is to be written back has not one
-                row for each parameter.
+            InputError: If a gradient is sparse, or a batch has not one row for each parameter.
         """
         check_choice("none_grads", none_grads, ("zero", "skip"))
         with torch.no_grad():

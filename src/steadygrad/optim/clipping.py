@@ -53,15 +53,10 @@ def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
 def clip(
     known: Clipping, norm: Tensor, step: Tensor, ok: Tensor, *, scale: float, original: bool
 ) -> tuple[Clipping, Tensor]:
-    """Remembers a norm and returns the factor on the gradients.
+    """Remembers this step's norm and returns the factor on the gradients.
 
-    Args:
-        known: The group's memory.
-        norm: This step's, with shape ``()``.
-        step: Steps taken before this one. The first is never clipped.
-        ok: Whether this step is taken.
-        scale: Threshold over median.
-        original: Whether the rule is that of 2022: no threshold before a whole period is over.
+    ``step`` counts the steps before this one, of which the first is never clipped; ``scale`` is the
+    threshold over the median; in the ``original`` there is none before a whole period is over.
     """
     period = len(known.norms)
     taken = ok & (step > 0)

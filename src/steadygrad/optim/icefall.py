@@ -19,15 +19,8 @@ def unstack(
     """Gives every parameter its part of the stacks.
 
     icefall stacks parameters of one type and shape and keeps their state at the first of them; a
-    group's clipping lies at the first parameter of the first stack.
-
-    Args:
-        checkpoint: ``optimizer.state_dict()`` of icefall's ScaledAdam, of either recipe.
-        groups: This optimizer's groups, with the same parameters in the same order.
-        fields: Fields of this optimizer's states.
-
-    Returns:
-        State of each parameter, in order.
+    group's clipping lies at the first parameter of the first stack. The groups are this
+    optimizer's, with the same parameters in the same order; so are the states that are returned.
     """
     is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
     wanted = "checkpoint['optimizer']" if is_whole else "the optimizer's state_dict()"

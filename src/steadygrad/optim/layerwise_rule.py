@@ -36,14 +36,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import square_sums
-from steadygrad.optim.passes import (
-    Bucket,
-    Pass,
-    average,
-    grad_sq_norms,
-    moved_by,
-    sum_type,
-)
+from steadygrad.optim.passes import Bucket, Pass, average, grad_sq_norms, moved_by, sum_type
 
 
 class Options(NamedTuple):
@@ -78,13 +71,9 @@ class Coefficients(NamedTuple):
 
 
 def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Factors:
-    """Factors of the pass over the moments.
+    """Factors of the pass over the moments, from each parameter's steps with this one.
 
-    Args:
-        scale: The gradient of the moments over the one given, with shape ``(tensors)`` or ``()``.
-        step: Steps that each parameter has taken, this one included, in the widest type there is.
-        taken: Whether each takes this step.
-        options: The group's options.
+    ``scale`` is the gradient of the moments over the one given, ``(tensors)`` or ``()``.
     """
     # A first step that is not taken leaves the count at zero; its corrections go unused.
     t = step.clamp(min=1)

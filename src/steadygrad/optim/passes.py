@@ -133,11 +133,10 @@ class Pass:
             parts.append((bucket.places, sums))
         return joined(batch.weights, parts, self.rows) if self.rows else None
 
-    def maker(self) -> Callable[..., Any]:
+    def maker(self) -> Any:
         """The maker of its compiled loop."""
         module, _, name = self.loop.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
-        return found
+        return getattr(import_module(module), name)
 
 
 @cache

@@ -85,13 +85,7 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Ten
     """Whether the sums can be used, with shape ``(tensors)``.
 
     Squares of gradients of sizes are added up over a period, and must not overflow where the others
-    do not; and the state may have a smaller range than the weights.
-
-    Args:
-        sums: Results of :func:`sums`, over all shards, with shape ``(3, tensors)``.
-        needed: Whether products are needed, with shape ``(tensors)``.
-        dtype: The state's type.
-        period: :math:`P`.
+    do not; and the state, of type ``dtype``, may have a smaller range than the weights.
     """
     # A sum of squares is below infinity unless it is infinite or NaN.
     found = sums[0].to(dtype) < torch.inf
@@ -120,14 +114,10 @@ def step_scales(
     taken: Tensor,
     rule: Rule,
 ) -> StepScales:
-    """Factors of the update.
+    """Factors of the update, from the steps of each parameter before this one.
 
-    Args:
-        step: Steps of each parameter before this one, in the widest type there is.
-        known: Root mean square of each and its size step; None for one-element parameters.
-        clip: Factor on the gradients: clipping and direction, with shape ``()``.
-        taken: Whether each takes this step.
-        rule: The group's numbers.
+    ``known`` is the root mean square of each and its size step, None for one-element parameters;
+    ``clip`` a factor on all gradients: clipping and direction.
     """
     remaining = 1 - rule.betas[1] ** (step + 1)
     factor = remaining.reciprocal()
@@ -163,16 +153,9 @@ def size_step(
     with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
     :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
 
-    Args:
-        sizes: The sizes before this step.
-        size_gradient: :math:`p \cdot g` at this step; it counts at size steps only.
-        rms: Root mean square of each parameter now; it counts at the first and at size steps only.
-        step: :math:`t` of each.
-        taken: Whether each takes this step.
-        rule: The group's numbers.
-
-    Returns:
-        The sizes now, still without this step's gradients, and :math:`s`.
+    ``size_gradient`` is :math:`h` at this step, and counts at size steps only; ``rms`` each
+    parameter's root mean square now, which counts at the first step too. Returns the sizes, still
+    without this step's gradients, and :math:`s`.
     """
     turn = (step % rule.period == rule.period - 1) & taken
     ring = remembered(sizes.gradients, size_gradient, step, turn)

@@ -51,8 +51,8 @@ class WarmupHoldDecay(_FactorLR):
     ``step()`` once an optimizer step. The first step is taken at a learning rate of 0 where there
     is a warm-up, as in the original.
 
-    Two things of gluon-nlp's program are fixed: beyond ``total_steps`` the learning rate stays 0
-    instead of turning negative, and without a warm-up it decays all the same.
+    Unlike in gluon-nlp's program the learning rate stays 0 beyond ``total_steps``, and decays
+    without a warm-up, too.
 
     Args:
         optimizer: The optimizer; each group's learning rate now is its top, :math:`\eta`. Tensor

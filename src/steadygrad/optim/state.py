@@ -4,9 +4,8 @@ Checkpoints are then the same before the first step as after it, on every proces
 """
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import (
     LARGEST,
-    check_lr,
     check_names,
     check_options,
     check_state_tensor,
@@ -27,8 +25,6 @@ from steadygrad.shards import is_on_mesh_of, is_sharded, shared_out
 
 # Name of the float32 master of a 16-bit parameter, which holds the digits that the weight cannot.
 MASTER = "master_weight"
-# Not checked in every step: learning rates apart from the others, and lists that are no options.
-_NO_OPTIONS = {"lr", "params", "param_names"}
 
 
 @dataclass(frozen=True)
@@ -83,33 +79,10 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     _load_remedy = "load what this optimizer's state_dict() returned."
     # Number of decays in the option `betas`.
     _betas = 2
-    # All options but learning rates as they were checked; a cache, neither saved nor copied.
-    _options: Sequence[Any] = ()
-    _modes: Sequence[Any] = ()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Checks a group's options; a subclass adds its own."""
         check_options(group, self._betas)
-
-    def _check_edited(self) -> None:
-        """Checks the options if one of them is another object than at the last check."""
-        for group in self.param_groups:
-            lr = group["lr"]
-            # A schedule's are new at each step, and a tensor's value may be.
-            if type(lr) is not float or not 0.0 <= lr < math.inf:
-                check_lr(lr)
-        items = (item for g in self.param_groups for item in g.items())
-        found = [value for name, value in items if name not in _NO_OPTIONS]
-        # A list stays the same object when it is edited.
-        edited = list in map(type, found) or len(found) != len(self._options)
-        if edited or not all(map(is_, found, self._options)):
-            for group in self.param_groups:
-                self._check_group(group)
-            self._check_lengths()
-            self._options = found
-            self._modes = [
-                (g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups
-            ]
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Type of a parameter's averages: float32, or float64 for float64 parameters."""
@@ -181,10 +154,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     own.update({**self._new_state(p, group, shared=True), **own})
                 self.state[p].update(own)
 
-    def _check_lengths(self) -> None:
-        """Refuses options that were lengths of states and were changed since."""
+    def _check_groups(self) -> None:
+        """Checks the options, which anybody may have changed since the last step."""
         lengths = [(name, f.length) for name, f in self._fields.items() if f.length]
-        for group in self.param_groups if lengths else ():
+        for group in self.param_groups:
+            self._check_group(group)
             for name, option in lengths:
                 states = (self.state[p] for p in group["params"])
                 state = next((state for state in states if name in state), None)

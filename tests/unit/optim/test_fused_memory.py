@@ -134,7 +134,7 @@ def test_a_wrapped_gradient_is_noticed_by_loops_that_have_begun(make):
         step(p, optimizer, number)
         step(other, by_calls, number)
     before = p.detach().clone()
-    with pytest.warns(UserWarning, match="their gradients and states too"):
+    with pytest.warns(UserWarning, match="its gradient or a state"):
         step(p, optimizer, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     step(other, by_calls, 3, gradient=lambda g: TwoTensor(g, g.clone()))
     assert (p.detach() - before).abs().max() > 1e-5
@@ -302,7 +302,7 @@ PLACES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("place", [0, 1, "master_weight", "step"])
-@pytest.mark.filterwarnings("ignore:Expected parameters that fused kernels")
+@pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 def test_memory_of_states_in_another_type_or_order(make, dtype, change, place, request):
     """Its object stays the same; loops must not take it for what it was."""
     name = place

@@ -9,7 +9,6 @@ import threading
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,7 +178,7 @@ def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
             raise error("no locator available")
         return compiled(function, cache)
 
-    monkeypatch.setattr(runtime, "compiled", nowhere)
+    monkeypatch.setattr(numbers, "compiled", nowhere)
     found = runtime._kernel_for.__wrapped__(numbers.grad_kernel, (torch.float32,) * 4, ())
     assert asked == [True, False]
     assert found.address > 0
@@ -197,11 +196,11 @@ def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
 
     def fail(one, types):
         calls.append(one)
-        raise loops.KernelError("no such processor")
+        raise RuntimeError("no such processor")
 
     monkeypatch.setattr(loops, "BROKEN", {})
     monkeypatch.setattr(loops, "_WARNED", set())
-    monkeypatch.setattr(runtime, "_address_of", fail)
+    monkeypatch.setattr(runtime, "_kernel_of", fail)
     with pytest.warns(
         UserWarning, match=r"cannot be compiled.*no such processor.*Remedy"
     ) as caught:
@@ -215,17 +214,17 @@ def test_a_compiler_that_fails_is_left_alone(make, monkeypatch):
 @every_optimizer
 def test_types_that_cannot_be_compiled_leave_others_alone(make, monkeypatch):
     """Nor other optimizers, on which nothing is tried in vain."""
-    tried, address_of = [], runtime._address_of
+    tried, kernel_of = [], runtime._kernel_of
 
     def fail(one, types):
         if torch.bfloat16 in types:
             tried.append(types)
-            raise loops.KernelError("no such number")
-        return address_of(one, types)
+            raise RuntimeError("no such number")
+        return kernel_of(one, types)
 
     monkeypatch.setattr(loops, "BROKEN", {})
     monkeypatch.setattr(loops, "_WARNED", set())
-    monkeypatch.setattr(runtime, "_address_of", fail)
+    monkeypatch.setattr(runtime, "_kernel_of", fail)
     params = [torch.ones(3, dtype=d).requires_grad_() for d in (torch.bfloat16, torch.float32)]
     optimizer = make(params, fused=True)
     for count in range(3):
@@ -251,7 +250,7 @@ def test_a_lack_of_memory_in_the_compiler_is_passed_on(make, monkeypatch):
     params[0].grad = torch.ones(3, dtype=torch.float64)
     with monkeypatch.context() as patch:
         patch.setattr(loops, "BROKEN", {})
-        patch.setattr(runtime, "compiled", fail)
+        patch.setattr(numbers, "compiled", fail)
         patch.setattr(runtime, "_kernel_for", runtime._kernel_for.__wrapped__)
         with pytest.raises(MemoryError):
             optimizer.step()
@@ -266,7 +265,7 @@ def test_every_reason_is_told_once(monkeypatch):
     monkeypatch.setattr(loops, "_WARNED", set())
     params = [torch.ones(6, 4)[:, ::2].requires_grad_(), torch.ones(3).requires_grad_()]
     params[0].grad, params[1].grad = torch.ones(6, 2), torch.ones(3)
-    with pytest.warns(UserWarning, match="without gaps"):
+    with pytest.warns(UserWarning, match="plain memory"):
         LANS(params, fused=True).step()
     monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
     with pytest.warns(UserWarning, match="numba is not installed") as caught:
@@ -314,7 +313,6 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     """As many as torch has, its very own; one for little work."""
     asked = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
-    monkeypatch.setattr(runtime, "_pool", lambda count: pytest.fail("threads of its own"))
     team = runtime._team()
     if sys.platform == "linux":
         assert team is not None
@@ -326,18 +324,14 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     assert asked == ([2, "own", "end"] if team else ["own"])
 
 
-@pytest.mark.parametrize("how", ["team", "pool"])
-def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(how, monkeypatch):
+def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(monkeypatch):
     waited = []
 
     def kernel(place):
         raise KeyboardInterrupt
 
-    pool = SimpleNamespace(submit=lambda *_: SimpleNamespace(result=lambda: waited.append(1)))
-    team = (lambda *given: None), (lambda: waited.append(1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(runtime, "_team", lambda: team if how == "team" else None)
-    monkeypatch.setattr(runtime, "_pool", lambda count: pool)
+    monkeypatch.setattr(runtime, "_team", lambda: (lambda *given: None, lambda: waited.append(1)))
     monkeypatch.setattr(runtime, "_KERNEL", lambda address: kernel)
     with pytest.raises(KeyboardInterrupt):
         runtime._run(0, torch.zeros(1).numpy(), 10**6)

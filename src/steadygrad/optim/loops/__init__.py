@@ -22,10 +22,6 @@ _WARNED: set[tuple[str, str]] = set()
 _PROCESS = os.getpid()
 
 
-class KernelError(RuntimeError):
-    """A loop cannot be compiled here."""
-
-
 def was_forked() -> bool:
     """Whether this is a child of the process that loaded this package, without its threads."""
     return os.getpid() != _PROCESS
@@ -56,31 +52,21 @@ def prepare(passes: Sequence[Pass], types: Types) -> str | None:
     if key not in BROKEN:
         try:
             importlib.import_module("steadygrad.optim.loops.runtime").prepare(passes, types)
-        except KernelError as error:
-            BROKEN[key] = f"it cannot be compiled ({error})"
+        except MemoryError:
+            raise
+        except Exception as error:
+            # A compiler may raise anything on an unknown machine.
+            BROKEN[key] = f"it cannot be compiled ({' '.join(str(error).split()):.200})"
     return BROKEN.get(key)
 
 
-def warn_once(optimizer: str, why: str, parameter: torch.Tensor | None = None) -> None:
-    """Warns of multi-tensor calls in place of loops, once for each optimizer and reason.
-
-    Without a reason it is a parameter that loops cannot take.
-    """
-    if (optimizer, why) in _WARNED:
-        return
-    _WARNED.add((optimizer, why))
-    if parameter is None:
-        message = (
+def warn_once(optimizer: str, why: str) -> None:
+    """Warns of multi-tensor calls in place of loops, once for each optimizer and reason."""
+    if (optimizer, why) not in _WARNED:
+        _WARNED.add((optimizer, why))
+        warnings.warn(
             f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
-            "used. Remedy: pip install 'steadygrad[cpu]' for parameters on a CPU; foreach=True "
-            "chooses multi-tensor calls."
+            "used. Remedy: pip install 'steadygrad[cpu]', and parameters on a CPU whose data is "
+            "contiguous(); foreach=True chooses multi-tensor calls.",
+            stacklevel=2,
         )
-    else:
-        message = (
-            f"Expected parameters that fused kernels can take in {optimizer}: plain and floating, "
-            f"without gaps in memory, their gradients and states too. Found {parameter.dtype} with "
-            f"shape {tuple(parameter.shape)} and strides {parameter.stride()}; multi-tensor calls "
-            "work on it. Remedy: parameter.data = parameter.data.contiguous() before the optimizer "
-            "is built, or foreach=True in a group of their own."
-        )
-    warnings.warn(message, stacklevel=2)

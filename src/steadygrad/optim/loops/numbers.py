@@ -5,7 +5,7 @@ Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -22,19 +22,18 @@ MOST_SUMS = 3
 GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
 
 
-class KernelArgs(NamedTuple):
-    """Arguments of a kernel, int64 numbers in this order: addresses and counts."""
-
-    counter: int  # address of the number of chunks taken
-    chunks: int  # number of chunks
-    chunk_table: int  # address of rows of tensor, first element and length
-    tensors: int  # number of tensors
-    addresses: int  # address of the tensors' addresses, a row for each tensor
-    fields: int  # length of such a row
-    sums: int  # address of float64 partial sums, a row for each chunk
-    factors: int  # address of float64 factors, a row of all tensors for each factor
-    options: int  # address of float64 numbers that hold for all tensors
-    zeros: int  # address of a block of zeros: gradients of tensors that have none
+# Places of a kernel's arguments, int64 numbers.
+COUNTER = 0  # address of the number of chunks taken
+CHUNKS = 1  # number of chunks
+CHUNK_TABLE = 2  # address of rows of tensor, first element and length
+TENSORS = 3  # number of tensors
+ADDRESSES = 4  # address of the tensors' addresses, a row for each tensor
+FIELDS = 5  # length of such a row
+SUMS = 6  # address of float64 partial sums, a row for each chunk
+FACTORS = 7  # address of float64 factors, a row of all tensors for each factor
+OPTIONS = 8  # address of float64 numbers that hold for all tensors
+ZEROS = 9  # address of a block of zeros: gradients of tensors that have none
+PLACES = 10
 
 
 def source_of(*fields: tuple[str, ...]) -> int:
@@ -49,12 +48,7 @@ def source_of(*fields: tuple[str, ...]) -> int:
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
-# Plain numbers, as the compiler takes them for constants.
-COUNTER, CHUNKS, CHUNK_TABLE, TENSORS, ADDRESSES = range(5)
-FIELDS, SUMS, FACTORS, OPTIONS, ZEROS = range(5, 10)
-PLACES = len(KernelArgs._fields)
-INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-FLOAT32 = ir.FloatType()
+INT64 = ir.IntType(64)
 
 
 def wide(number: Any) -> Any:
@@ -169,87 +163,70 @@ def unscaled(gradient: Any, inverse_scale: Any, largest: Any) -> Any:
     return min(max(gradient * inverse_scale, -largest), largest)
 
 
-def _int(value: int) -> Any:
-    return ir.Constant(INT32, value)
+# Bits of a number are worked on as whole numbers, without a branch, so that many are done at once.
 
 
-def _wide_bfloat16(b: Any, x: Any) -> Any:
-    return b.bitcast(b.shl(b.zext(x, INT32), _int(16)), FLOAT32)
+@njit(inline="always")
+def wide_bfloat16(bits: Any) -> Any:
+    """The number as float32."""
+    return np.uint32(np.uint32(bits) << 16).view(np.float32)
 
 
-def _round_bfloat16(b: Any, x: Any) -> Any:
+@njit(inline="always")
+def narrow_bfloat16(x: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one."""
-    bits = b.bitcast(x, INT32)
-    odd = b.and_(b.lshr(bits, _int(16)), _int(1))
-    rounded = b.lshr(b.add(bits, b.add(odd, _int(0x7FFF))), _int(16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), _int(0x7FC0), rounded), INT16)
+    bits = np.float32(x).view(np.uint32)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    return np.uint16(rounded if x == x else 0x7FC0)
 
 
-def _wide_float16(b: Any, x: Any) -> Any:
-    bits = b.zext(x, INT32)
-    sign = b.shl(b.and_(bits, _int(0x8000)), _int(16))
-    size = b.and_(bits, _int(0x7FFF))
-    normal = b.add(b.shl(size, _int(13)), _int((127 - 15) << 23))
-    special = b.or_(normal, _int(0x7F800000))
+@njit(inline="always")
+def wide_float16(bits: Any) -> Any:
+    """The number as float32."""
+    size = np.uint32(bits) & 0x7FFF
+    normal = (size << 13) + ((127 - 15) << 23)
     # As the lowest digits of a half, less the half: no multiplication of tiny numbers, which a
     # processor may take for zeros.
-    half = ir.Constant(FLOAT32, 0.5)
-    tiny = b.bitcast(b.or_(size, _int(126 << 23)), FLOAT32)
-    tiny = b.bitcast(b.fsub(tiny, half), INT32)
-    wide = b.select(b.icmp_unsigned(">=", size, _int(0x7C00)), special, normal)
-    wide = b.select(b.icmp_unsigned("<", size, _int(0x0400)), tiny, wide)
-    return b.bitcast(b.or_(wide, sign), FLOAT32)
+    tiny = np.uint32(size | (126 << 23)).view(np.float32) - np.float32(0.5)
+    wide = normal | 0x7F800000 if size >= 0x7C00 else normal
+    wide = wide if size >= 0x0400 else np.float32(tiny).view(np.uint32)
+    return np.uint32(wide | ((np.uint32(bits) & 0x8000) << 16)).view(np.float32)
 
 
-def _round_float16(b: Any, x: Any) -> Any:
+@njit(inline="always")
+def narrow_float16(x: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one, a too large number becomes infinite."""
-    bits = b.bitcast(x, INT32)
-    sign = b.lshr(b.and_(bits, _int(0x80000000)), _int(16))
-    size = b.and_(bits, _int(0x7FFFFFFF))
-    odd = b.and_(b.lshr(size, _int(13)), _int(1))
-    normal = b.sub(b.add(size, b.add(odd, _int(0xFFF))), _int((127 - 15) << 23))
+    bits = np.float32(x).view(np.uint32)
+    size = bits & 0x7FFFFFFF
+    normal = (size + ((size >> 13) & 1) + 0xFFF - ((127 - 15) << 23)) >> 13
     # A half has its last digit where the smallest float16 has it.
-    half = ir.Constant(FLOAT32, 0.5)
-    tiny = b.sub(b.bitcast(b.fadd(b.bitcast(size, FLOAT32), half), INT32), _int(126 << 23))
-    narrow = b.select(
-        b.icmp_unsigned("<", size, _int((127 - 14) << 23)), tiny, b.lshr(normal, _int(13))
-    )
-    narrow = b.select(b.icmp_unsigned(">=", size, _int((127 + 16) << 23)), _int(0x7C00), narrow)
-    narrow = b.select(b.fcmp_unordered("uno", x, x), _int(0x7E00), narrow)
-    return b.trunc(b.or_(narrow, sign), INT16)
-
-
-wide_bfloat16 = instruction(types.float32, types.uint16, _wide_bfloat16)
-wide_float16 = instruction(types.float32, types.int16, _wide_float16)
-narrow_bfloat16 = instruction(types.uint16, types.float32, _round_bfloat16)
-narrow_float16 = instruction(types.int16, types.float32, _round_float16)
+    half = np.uint32(size).view(np.float32) + np.float32(0.5)
+    tiny = np.float32(half).view(np.uint32) - (126 << 23)
+    narrow = normal if size >= (127 - 14) << 23 else tiny
+    narrow = narrow if size < (127 + 16) << 23 else 0x7C00
+    narrow = narrow if x == x else 0x7E00
+    return np.int16(narrow | ((bits >> 16) & 0x8000))
 
 
 def widen(number: Any) -> Any:
     """A number as a floating one."""
 
 
-# Not strict, because that compares annotations, which a lambda cannot have.
 @overload(widen, strict=False)
 def _widen(number: Any) -> Any:
-    if number == types.uint16:
-        return lambda number: wide_bfloat16(number)
-    if number == types.int16:
-        return lambda number: wide_float16(number)
-    return lambda number: number
+    found = {types.uint16: wide_bfloat16, types.int16: wide_float16}.get(number)
+    return (lambda number: number) if found is None else (lambda number: found(number))
 
 
 def narrow(number: Any, like: Any) -> Any:
     """A number as the type of ``like`` has it."""
 
 
+# Not strict, because that compares annotations, which a lambda cannot have.
 @overload(narrow, strict=False)
 def _narrow(number: Any, like: Any) -> Any:
-    if like == types.uint16:
-        return lambda number, like: narrow_bfloat16(np.float32(number))
-    if like == types.int16:
-        return lambda number, like: narrow_float16(np.float32(number))
-    return lambda number, like: number
+    found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
+    return (lambda number, like: number) if found is None else (lambda number, like: found(number))
 
 
 @njit(inline="always")

@@ -6,7 +6,7 @@ this file, else in the user's cache folder, else not at all. ``NUMBA_CACHE_DIR``
 They run on the threads that torch computes with. On Linux these are OpenMP's, and a loop that asks
 the same library for a team gets the same threads: none are added that could compete with them, and
 several Python threads may step at once, as with torch's own operations. Elsewhere, and in a process
-that was forked, whose OpenMP threads are its parent's and not its own, Python threads do it.
+that was forked, whose OpenMP threads are its parent's and not its own, a loop has one thread.
 
 A batch's tensors are divided into chunks, which the threads share. What a chunk adds up goes to a
 place of its own, so sums do not depend on who worked on it.
@@ -16,7 +16,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.optim.loops import ALL, BROKEN, KernelError, Types, was_forked
-from steadygrad.optim.loops.numbers import (
-    BLOCK,
-    GRAD,
-    MOST_SUMS,
-    PARAM,
-    STATES,
-    WEIGHT,
-    KernelArgs,
-    compiled,
-)
+from steadygrad.optim.loops import ALL, BROKEN, Types, numbers, was_forked
+from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, STATES, WEIGHT
 from steadygrad.optim.passes import Pass, addresses_of
 
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
@@ -45,7 +35,7 @@ from steadygrad.optim.passes import Pass, addresses_of
 CHUNK = 65536
 # Elements below which waking a second thread costs more than it saves.
 _SMALL = 32768
-_ZEROS = np.zeros(BLOCK)
+_ZEROS = np.zeros(numbers.BLOCK)
 
 
 class Table:
@@ -65,18 +55,13 @@ class Table:
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
-        self.args = KernelArgs(
-            counter=0,
-            chunks=len(self.chunks),
-            chunk_table=self.chunks.ctypes.data,
-            tensors=len(self.addresses),
-            addresses=self.addresses.ctypes.data,
-            fields=self.addresses.shape[1],
-            sums=self.partial_sums.ctypes.data,
-            factors=0,
-            options=0,
-            zeros=_ZEROS.ctypes.data,
-        )
+        self.args = np.zeros(numbers.PLACES, np.int64)
+        self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(self.chunks), len(sizes)
+        self.args[numbers.CHUNK_TABLE] = self.chunks.ctypes.data
+        self.args[numbers.ADDRESSES] = self.addresses.ctypes.data
+        self.args[numbers.FIELDS] = self.addresses.shape[1]
+        self.args[numbers.SUMS] = self.partial_sums.ctypes.data
+        self.args[numbers.ZEROS] = _ZEROS.ctypes.data
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states lie, given as a list for each of them."""
@@ -126,15 +111,13 @@ class Table:
         """
         factors = np.array([column.numpy() for column in by], np.float64)
         scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
-        numbers = np.array([*options, scale], np.float64)
+        given = np.array([*options, scale], np.float64)
         # A line of cache to itself: every thread writes to it.
         counter = np.zeros(16, np.int64)
-        args = self.args._replace(
-            counter=counter.ctypes.data + 64,
-            factors=factors.ctypes.data,
-            options=numbers.ctypes.data,
-        )
-        _run(_address_of(one, self.types), np.array(args, np.int64), self.elements)
+        self.args[numbers.COUNTER] = counter.ctypes.data + 64
+        self.args[numbers.FACTORS] = factors.ctypes.data
+        self.args[numbers.OPTIONS] = given.ctypes.data
+        _run(_kernel_of(one, self.types).address, self.args, self.elements)
         if not one.rows:
             return None
         sums = np.add.reduceat(self.partial_sums[:, : one.rows], self.firsts, axis=0)
@@ -156,7 +139,6 @@ def _after_fork() -> None:
     if _LOCK.locked():
         # The thread that compiled was not forked along, and Numba's own lock stays locked.
         BROKEN[ALL] = "this process was forked while another thread compiled"
-    _Own.pool = None
 
 
 if hasattr(os, "register_at_fork"):
@@ -164,20 +146,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def prepare(passes: Iterable[Pass], types: Types) -> None:
-    """Compiles the loops of passes for some types; raises KernelError where it cannot."""
+    """Compiles the loops of passes for some types; what a compiler raises may be anything."""
     for one in passes:
-        _address_of(one, types)
+        _kernel_of(one, types)
 
 
-def _address_of(one: Pass, types: Types) -> int:
+def _kernel_of(one: Pass, types: Types) -> Any:
     with _LOCK:
-        try:
-            return int(_kernel_for(one.maker(), types, one.constants).address)
-        except MemoryError:
-            raise
-        except Exception as error:
-            # A compiler may raise anything on an unknown machine.
-            raise KernelError(" ".join(str(error).split())[:200]) from error
+        return _kernel_for(one.maker(), types, one.constants)
 
 
 # A kernel's address is valid only while the kernel object lives, so it is kept here.
@@ -185,21 +161,14 @@ def _address_of(one: Pass, types: Types) -> int:
 def _kernel_for(make: Callable[..., Any], types: Types, constants: tuple[Any, ...]) -> Any:
     function = make(*(_NUMBERS[dtype] for dtype in types), *constants)
     try:
-        return compiled(function, cache=True)
+        return numbers.compiled(function, cache=True)
     except Exception:
         # No folder to write to, a full disk, or what was kept there is damaged, which may raise
         # anything: compiled for this process alone. What cannot be compiled raises again.
-        return compiled(function, cache=False)
+        return numbers.compiled(function, cache=False)
 
 
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class _Own:
-    """Python threads of this process."""
-
-    pool: ThreadPoolExecutor | None = None
-    size = 0
 
 
 @cache
@@ -216,32 +185,19 @@ def _team() -> Any:
     return start, end
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    if _Own.pool is None or _Own.size < threads:
-        _Own.pool, _Own.size = ThreadPoolExecutor(threads, "steadygrad"), threads
-    return _Own.pool
-
-
 def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock, on some number of elements."""
     threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
     kernel, place = _KERNEL(address), args.ctypes.data
-    if threads == 1:
+    if threads == 1 or was_forked() or (team := _team()) is None:
         kernel(place)
-    elif not was_forked() and (team := _team()) is not None:
-        start, end = team
-        # A team must come to its end wherever an interrupt may fall.
-        try:
-            start(address, place, threads)
-        finally:
-            try:
-                kernel(place)
-            finally:
-                end()
-    else:
-        others = [_pool(threads).submit(kernel, place) for _ in range(threads - 1)]
+        return
+    start, end = team
+    # A team must come to its end wherever an interrupt may fall.
+    try:
+        start(address, place, threads)
+    finally:
         try:
             kernel(place)
         finally:
-            for other in others:
-                other.result()
+            end()
