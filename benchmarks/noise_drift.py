@@ -16,7 +16,7 @@ import torch
 from side_by_side import hardware, save
 from torch import Tensor
 
-from steadygrad.noise.intervals import present_ratio, ratio_of_averages
+from steadygrad.noise.intervals import Ratio, present_ratio, ratio_of_averages
 
 DIM, PARTS, BATCH = 64, 8, 64
 # Decay, and measurements kept: 688 hold all but 0.1 % of the weight, 200 are a young history.
@@ -86,14 +86,14 @@ def line(decay: float, n: int, name: str, truth: Truth, replicates: int) -> str:
     whole = ratio_of_averages(noise, signal, weights)
     new = present_ratio(noise, signal, weights)
 
-    def covered(ratio: dict[str, torch.Tensor]) -> str:
-        share = ((ratio["low"] <= present) & (present <= ratio["high"])).double().mean()
-        return f"{share:.1%} ({(~ratio['resolved']).double().mean():.0%})"
+    def covered(ratio: Ratio) -> str:
+        share = ((ratio.low <= present) & (present <= ratio.high)).double().mean()
+        return f"{share:.1%} ({(~ratio.resolved).double().mean():.0%})"
 
-    drifting = new["drifting"].double().mean()
+    drifting = new.drifting.double().mean()
     return (
         f"| {decay} | {n} | {name} | {truth.moves} | {truth.growth} | {covered(whole)} | "
-        f"{covered(new)} | {drifting:.1%} | {new['age'].median():.0f} |"
+        f"{covered(new)} | {drifting:.1%} | {new.age.median():.0f} |"
     )
 
 

@@ -92,9 +92,6 @@ def run(rounds: int) -> str:
             "NoiseScale, micro-batches found": lambda m, n=size: NoiseScale(m, samples=n),
             "NoiseScale, micro-batches, every 4th step": lambda m: NoiseScale(m, every=4),
             "NoiseScale, exact per example": lambda m: NoiseScale(m, source="per_example"),
-            "NoiseScale, norm layers per example": lambda m: NoiseScale(
-                m, source="per_example", layers="norm"
-            ),
         }
         steps = {
             name: Step(model, size, maker, found="found" in name) for name, maker in makers.items()

@@ -49,7 +49,6 @@ class Variant:
             if self.record:
                 with self.taps.recording(len(inputs)):
                     loss.backward()
-                self.taps.pop()
             else:
                 loss.backward()
         self.optimizer.step()

@@ -73,11 +73,11 @@ CEILINGS = {
     "studies/compare": 2117,
     "studies/inspect": 1355,
     "tasks": 1449,
-    "noise": 2971,
+    "noise": 2695,
     "balance": 1207,
     "scale": 1346,
     "watch": 1459,
-    "optim": 3796,
+    "optim": 3788,
     "distributed.py, shards.py": 700,
     "optim/loops": 769,
 }

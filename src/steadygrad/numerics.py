@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["exact", "inner_products", "may_hold", "square_sums", "wide"]
+__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "square_sums", "wide"]
 
 # Widest floating type by type of device, as found out.
 _WIDEST: dict[str, torch.dtype] = {}
@@ -20,6 +20,19 @@ def exact(device: torch.device) -> torch.dtype:
         except (TypeError, RuntimeError):
             _WIDEST[device.type] = torch.float32
     return _WIDEST[device.type]
+
+
+class HostCopy:
+    """A copy of a device's numbers on the host, for which nobody waits.
+
+    ``numbers`` hold it once ``event`` has come.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.numbers = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.numbers.copy_(tensor, non_blocking=True)
+        self.event = torch.Event(tensor.device)
+        self.event.record()
 
 
 def may_hold(flags: Tensor) -> bool:

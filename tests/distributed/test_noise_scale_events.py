@@ -105,7 +105,7 @@ def refusals(rank, world):
         lambda: NoiseScale(DistributedDataParallel(make_model()), source="accumulated"),
         lambda: NoiseScale(
             model := shard(make_model()),
-            metric="l1",
+            metric="preconditioned",
             optimizer=torch.optim.Adam(model.parameters()),
         ),
     ):
@@ -119,7 +119,7 @@ def refusals(rank, world):
 def test_what_cannot_work_is_refused(tmp_path):
     for ddp, fsdp in on_ranks(2, refusals, tmp_path):
         assert "`source` to be microbatch or per_example" in ddp
-        assert "`source` to be accumulated for metric='l1'" in fsdp
+        assert "`source` to be accumulated for metric='preconditioned'" in fsdp
 
 
 def spoiled(rank, world):

@@ -3,28 +3,19 @@
 :class:`NoiseScale` reuses the gradients that training computes anyway.
 :class:`SplitBatchNoiseScale` takes a tensor of per-sample losses and splits one batch.
 :class:`BatchSizeController` turns estimates into a gradient-accumulation count.
-
-The names are loaded when first touched: pages and tasks read schedules and need no torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steadygrad.noise.controller import BatchSizeController
-    from steadygrad.noise.estimate import NoiseEstimate
-    from steadygrad.noise.noise_scale import NoiseScale
-    from steadygrad.noise.schedule import BatchSizeSchedule
-    from steadygrad.noise.split_batch import SplitBatchNoiseScale
+    from steadygrad.noise.controller import BatchSizeController as BatchSizeController
+    from steadygrad.noise.estimate import NoiseEstimate as NoiseEstimate
+    from steadygrad.noise.noise_scale import NoiseScale as NoiseScale
+    from steadygrad.noise.schedule import BatchSizeSchedule as BatchSizeSchedule
+    from steadygrad.noise.split_batch import SplitBatchNoiseScale as SplitBatchNoiseScale
 
-__all__ = [
-    "BatchSizeController",
-    "BatchSizeSchedule",
-    "NoiseEstimate",
-    "NoiseScale",
-    "SplitBatchNoiseScale",
-]
-
+# Loaded when first touched: pages and tasks read schedules and need no torch.
 _HOMES = {
     "BatchSizeController": "controller",
     "BatchSizeSchedule": "schedule",
@@ -38,7 +29,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])

@@ -26,9 +26,8 @@ class BatchSizeController:
     Args:
         samples_per_count: Samples that one micro-batch adds to a step, over all processes.
         count: Micro-batches a step to begin with.
-        min_count: Fewest micro-batches a step. None: 2, the fewest that one process can measure the
-            noise scale from, or ``count`` if that is 1, which will do with several ranks or from
-            single examples.
+        min_count: Fewest micro-batches a step. None: 2, the fewest that one process can measure
+            from, or 1 if ``count`` is, which will do with several ranks or from single examples.
         max_count: Most micro-batches a step.
         factor: Batch size over noise scale. Smaller saves samples, larger saves steps.
         hysteresis: Least relative change worth making.

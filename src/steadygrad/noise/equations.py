@@ -13,7 +13,6 @@ and noise, :math:`|G|^2` and :math:`\mathrm{tr}(\Sigma)`, are returned in this o
 shape ``(*)`` of the squared norms. An estimate of the signal may be negative.
 """
 
-import torch
 from torch import Tensor
 
 # Errors of single additions are below u|s_j|, and as good as independent. For up to 16 parts the
@@ -70,37 +69,6 @@ def from_part_sums(
     """
     noise = (sq_parts - sq_mean) / (w_n - w2_n)
     return sq_mean - noise * w2_n, noise
-
-
-def from_parts(
-    sq_norms: Tensor, sq_mean: Tensor, counts: Tensor, weights: Tensor | None = None
-) -> SignalNoise:
-    r"""Signal and noise from the squared norms of several parts' mean gradients.
-
-    The ready form of :func:`from_part_sums` for a loop that has all the parts' norms at hand.
-
-    Args:
-        sq_norms: :math:`|g_j|^2` of each part, with shape ``(*, m)``.
-        sq_mean: :math:`|\sum_j w_j g_j|^2`, with shape ``(*)``.
-        counts: Samples :math:`n_j` of each part, with shape ``(m)``.
-        weights: :math:`w_j` up to a common factor, with shape ``(m)``. Default: ``counts``, so
-            that every sample weighs the same. Equal weights with unequal counts (a mean of
-            means) are right as well, only noisier.
-    """
-    n = counts.to(sq_norms)
-    w = n if weights is None else weights.to(sq_norms)
-    w = w / w.sum()
-    return from_part_sums((w * sq_norms).sum(-1), sq_mean, (w / n).sum(), (w * w / n).sum())
-
-
-def unbias_deviation(degrees: Tensor) -> Tensor:
-    r"""The factor :math:`c_4` by which a sample standard deviation falls short.
-
-    For :math:`\nu` degrees of freedom, with shape ``(*)``, and normal data it is
-    :math:`\mathbb E\,s / \sigma = \sqrt{2/\nu}\; \Gamma((\nu+1)/2) / \Gamma(\nu/2)`.
-    """
-    half = degrees / 2
-    return torch.exp(torch.lgamma(half + 0.5) - torch.lgamma(half)) / torch.sqrt(half)
 
 
 def is_altered(

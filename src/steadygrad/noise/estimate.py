@@ -27,9 +27,8 @@ class NoiseEstimate:
             signal is not positive, the noise is negative, or ``unlike`` is true.
         low: Lower end of the interval, in samples; meaningful even when nothing else is.
         high: Upper end; infinite when the data do not bound the noise scale.
-        grad_sq_norm: Averaged signal :math:`|G|^2`; for ``"l1"`` the squared descent.
-        noise_trace: Averaged noise :math:`\mathrm{tr}(\Sigma)` of one sample's gradient; for
-            ``"l1"`` :math:`\|\sigma\|_1^2`.
+        grad_sq_norm: Averaged signal :math:`|G|^2`.
+        noise_trace: Averaged noise :math:`\mathrm{tr}(\Sigma)` of one sample's gradient.
         resolved: Whether the interval is bounded. Where it is false, the truth may be anything
             above ``low``; :attr:`reason` says why, if more measurements would not help.
         measurements: Number of measurements in the averages, the newest ones there are.
@@ -130,10 +129,9 @@ def estimate_from(
     skipped: Tensor | None = None,
     groups: Sequence[str] = (),
     drift: bool = True,
-    power: int = 1,
     **facts: Tensor,
 ) -> NoiseEstimate:
-    """The noise scale of the whole, with that of each group; ``power`` is that of the ratio.
+    """The noise scale of the whole, with that of each group.
 
     ``skipped`` is the number of measurements that were not pushed (default: those not finite),
     and ``facts`` are other fields of the estimate.
@@ -155,18 +153,15 @@ def estimate_from(
     ratio = present_ratio if drift else ratio_of_averages
     found = ratio(noise, signal, weights, level=level)
     unlike = facts["unlike"]
-    doubtful = unlike | _moved(selected, found["effective"])
-    found["value"] = torch.where(unlike, torch.nan, found["value"] ** power)
-    found["low"] = torch.where(doubtful, 0.0, found["low"] ** power)
-    found["high"] = torch.where(doubtful, torch.inf, found["high"] ** power)
-    found["grad_sq_norm"] = found["grad_sq_norm"] ** power
-    found["noise_trace"] = found["noise_trace"] ** power
-    found["resolved"] = found["resolved"] & ~doubtful
-    rows = zip(*(column.unbind() for column in found.values()), strict=True)
-    whole, *each = (
-        NoiseEstimate(**dict(zip(found, row, strict=True)), **facts)  # type: ignore[arg-type]
-        for row in rows
+    doubtful = unlike | _moved(selected, found.effective)
+    found = found._replace(
+        value=torch.where(unlike, torch.nan, found.value),
+        low=torch.where(doubtful, 0.0, found.low),
+        high=torch.where(doubtful, torch.inf, found.high),
+        resolved=found.resolved & ~doubtful,
     )
+    rows = zip(*(column.unbind() for column in found), strict=True)
+    whole, *each = (NoiseEstimate(*row, **facts) for row in rows)  # type: ignore[arg-type]
     return replace(whole, by_group=dict(zip(groups, each, strict=True)))
 
 

@@ -10,11 +10,12 @@ is cut short where a test finds a difference.
 """
 
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["present_ratio", "ratio_of_averages"]
+__all__ = ["Ratio", "present_ratio", "ratio_of_averages"]
 
 # Probability of a false alarm, over all the tests of one estimate, if measurements are independent.
 ALARM = 0.01
@@ -24,9 +25,24 @@ HINT = 0.35
 LEAST = 32
 
 
+class Ratio(NamedTuple):
+    """A ratio with its interval, as :class:`~steadygrad.noise.NoiseEstimate` begins."""
+
+    value: Tensor
+    low: Tensor
+    high: Tensor
+    grad_sq_norm: Tensor
+    noise_trace: Tensor
+    resolved: Tensor
+    measurements: Tensor
+    effective: Tensor
+    drifting: Tensor
+    age: Tensor
+
+
 def ratio_of_averages(
     top: Tensor, bottom: Tensor, weights: Tensor | None = None, *, level: float = 0.95
-) -> dict[str, Tensor]:
+) -> Ratio:
     r"""Averages two series first, divides once, and gives the ratio's interval.
 
     The mean of ratios is biased by about the squared relative error of the denominator;
@@ -38,9 +54,8 @@ def ratio_of_averages(
     ``(*, N)``. The interval covers the truth with the probability ``level``.
 
     Returns:
-        The ten numbers of :class:`~steadygrad.noise.NoiseEstimate` from ``value`` to ``age``, each
-        with shape ``(*)``; here ``age`` counts places from the first of the series, and nothing
-        drifts. With fewer than three measurements nothing is resolved: the interval is everything.
+        The ratio, whose ``age`` counts places from the first of the series; nothing drifts. With
+        fewer than three measurements nothing is resolved: the interval is everything.
     """
     w = top.new_ones(top.shape[-1]) if weights is None else weights.to(top.dtype)
     share = w / w.sum(-1, keepdim=True)
@@ -62,18 +77,18 @@ def ratio_of_averages(
     value = torch.where((b > 0) & (a >= 0), ratio, torch.nan)
     resolved = torch.isfinite(high) & torch.isfinite(value)
     age = (w * torch.arange(w.shape[-1], device=w.device)).sum(-1) / w.sum(-1)
-    return {
-        "value": value,
-        "low": low,
-        "high": high,
-        "grad_sq_norm": b,
-        "noise_trace": a,
-        "resolved": resolved,
-        "measurements": (w > 0).sum(-1).expand_as(value),
-        "effective": effective,
-        "drifting": torch.zeros_like(resolved),
-        "age": age.expand_as(value),
-    }
+    return Ratio(
+        value=value,
+        low=low,
+        high=high,
+        grad_sq_norm=b,
+        noise_trace=a,
+        resolved=resolved,
+        measurements=(w > 0).sum(-1).expand_as(value),
+        effective=effective,
+        drifting=torch.zeros_like(resolved),
+        age=age.expand_as(value),
+    )
 
 
 def fieller_interval(
@@ -164,22 +179,17 @@ def autocorrelation_time(series: Tensor, weights: Tensor) -> Tensor:
     return tau
 
 
-def present_ratio(
-    top: Tensor, bottom: Tensor, weights: Tensor, *, level: float = 0.95
-) -> dict[str, Tensor]:
+def present_ratio(top: Tensor, bottom: Tensor, weights: Tensor, *, level: float = 0.95) -> Ratio:
     """The ratio of averages over the whole history, or over its newest part where it drifts.
 
     Arguments and results are those of :func:`ratio_of_averages`, the newest measurement first, with
-    weights of shape ``(N)``, 0 where there is none. Where no test finds a difference, so are the
-    numbers; but if the halves of the whole differ at a level of 35 % (too little for an alarm, too
-    much to say that the past still holds) the interval takes in the newest quarter's too. Where a
-    test does, the averages are of the newest quarter of the largest window that shows no drift: a
-    window at the edge of showing one still lags by more than its interval; its quarter by a fourth,
-    with twice the interval.
+    weights of shape ``(N)``, 0 where there is none. Where a test finds drift, the averages are of
+    the newest quarter of the largest window that shows none: one at the edge of showing it lags by
+    more than its interval. Where the halves of the whole differ at a level of 35 % only, the
+    interval takes in the newest quarter's.
 
-    All the tests together raise a false alarm in 1 to 2 % of the cases, also with an
-    autocorrelation of 0.5 from one measurement to the next, and none with fewer than 32 of them.
-    They weigh the measurements equally: a slow drift shows in the long tail of a history first.
+    The tests together raise a false alarm in 1 to 2 % of the cases, also with an autocorrelation of
+    0.5, and none with fewer than 32 measurements. They weigh the measurements equally.
     """
     there = weights > 0
     position = torch.where(there, there.cumsum(-1) - 1, len(weights))
@@ -188,12 +198,12 @@ def present_ratio(
     whole = ratio_of_averages(top, bottom, weights, level=level)
     part = ratio_of_averages(top, bottom, newest, level=level)
 
-    found = {name: torch.where(drifting, part[name], whole[name]) for name in whole}
+    found = Ratio(*(torch.where(drifting, x, y) for x, y in zip(part, whole, strict=True)))
     wide = hint & ~drifting
-    low = torch.where(wide, torch.minimum(whole["low"], part["low"]), found["low"])
-    high = torch.where(wide, torch.maximum(whole["high"], part["high"]), found["high"])
-    resolved = torch.isfinite(high) & torch.isfinite(found["value"])
-    return {**found, "low": low, "high": high, "resolved": resolved, "drifting": drifting}
+    low = torch.where(wide, torch.minimum(whole.low, part.low), found.low)
+    high = torch.where(wide, torch.maximum(whole.high, part.high), found.high)
+    resolved = torch.isfinite(high) & torch.isfinite(found.value)
+    return found._replace(low=low, high=high, resolved=resolved, drifting=drifting)
 
 
 def _steady_size(top: Tensor, bottom: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:

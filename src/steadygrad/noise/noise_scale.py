@@ -2,8 +2,8 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from steadygrad.noise.estimate import (
     push,
     skipped_in,
 )
-from steadygrad.noise.per_example import ExampleNorms, gradient_leaves
-from steadygrad.noise.sources import Repeats, Source
-from steadygrad.noise.sums import SignSums, Sums
+from steadygrad.noise.sources import Source
+from steadygrad.noise.sums import Sums, euclidean_norms, preconditioned_norms
 from steadygrad.noise.witness import parts_differ
 
 
@@ -47,10 +46,10 @@ class NoiseScale:
     is ``samples``, or what :meth:`samples` announced. ``with noise.microbatch(n):`` around a
     pass does the same, and is what the other sources need.
 
-    On several processes ``step()`` makes one collective call, every process gets the same estimate,
-    and every rank's micro-batch is a part, also under FSDP2, before its gradients are reduced.
-    ``source="accumulated"`` instead takes differences of reduced shards: for the
-    optimizer-matched metrics, whose state is sharded, and for several backward passes a part.
+    On several processes ``step()`` makes one collective call, and every process gets the same
+    estimate. Every rank's micro-batch is a part, before its gradients are reduced. With
+    ``source="accumulated"`` the parts are differences of ``.grad``, under FSDP2 of reduced shards:
+    for the preconditioned metric, whose state is sharded, and for several passes a part.
 
     A step with a non-finite gradient is left out and counted in ``skipped``. So is one where
     ``.grad`` is not the sum of the parts, up to rounding: clipped, unscaled, divided, or left from
@@ -63,20 +62,16 @@ class NoiseScale:
             is called in the backward pass. None: only passes that :meth:`samples` or
             :meth:`microbatch` tells of are measured.
         decay: Weight ratio of one measurement to the next newer one, in (0, 1]; 1 averages the
-            whole history. Default: 0.99.
+            whole history, of the newest 4,096 measurements. Default: 0.99.
         source: ``"microbatch"``, ``"per_example"`` (exact, for common layers), ``"accumulated"``.
-        layers: For ``"per_example"``: ``"all"``, or ``"norm"`` for normalisation layers only.
-        metric: ``"euclidean"``; ``"preconditioned"`` weighs by the optimizer's second moment;
-            ``"l1"`` is the scale of sign- and Adam-like updates. The last two need ``optimizer``.
-        optimizer: The optimizer in use, for these metrics.
+        metric: ``"euclidean"``; ``"preconditioned"`` weighs by the second moment of ``optimizer``.
+        optimizer: The optimizer in use, for this metric.
         accumulation: How the micro-batches' losses make up the step: ``"mean"``: each is a mean,
             divided by their number on this process (the default); ``"sum"``: each is an undivided
-            mean; ``"samples"``: each is a sum, divided by this process's samples. A wrong choice
-            leaves ``value`` right, while the micro-batches are equal.
+            mean; ``"samples"``: each is a sum, divided by this process's samples.
         groups: Names a parameter's group from its name. Default: the first part of the name.
         scaler: A gradient scaler whose scale the losses carry: anything with torch's method
             ``scale``, or ``LayerwiseGradScaler``, with every parameter's own.
-        history: How many measurements are kept. Default: enough for ``decay``.
         level: Probability with which intervals should cover the truth. Default: 0.95.
         every: Number of steps of which one is measured, for a share of the cost. The first is
             measured. With ``"per_example"`` only the forward passes of measured steps are hooked,
@@ -100,58 +95,42 @@ class NoiseScale:
         *,
         samples: Callable[[], int] | int | None = None,
         source: str = "microbatch",
-        layers: str = "all",
         metric: str = "euclidean",
         optimizer: Optimizer | None = None,
         accumulation: str = "mean",
         groups: Callable[[str], str] | None = None,
         scaler: Any = None,
-        history: int | None = None,
         level: float = 0.95,
         every: int = 1,
         drift: bool = True,
     ) -> None:
         check_type("model", model, nn.Module, "the model as it is called in training")
+        self._decay = check_number("decay", decay, low=0, high=1, low_open=True)
+        if not (samples is None or callable(samples)):
+            check_count("samples", samples)
         check_choice("source", source, ("microbatch", "per_example", "accumulated"))
-        check_choice("metric", metric, ("euclidean", "preconditioned", "l1"))
+        check_choice("metric", metric, ("euclidean", "preconditioned"))
         check_choice("accumulation", accumulation, ("mean", "sum", "samples"))
         group_of = groups or (lambda name: name.split(".")[0])
         check_type("groups", group_of, Callable, "`groups=table.get` for a dict")  # type: ignore[arg-type]
-        if not (samples is None or callable(samples)):
-            check_count("samples", samples)
-        self._decay = check_number("decay", decay, low=0, high=1, low_open=True)
         self._level = check_number("level", level, low=0, high=1, low_open=True, high_open=True)
-        self._drift = check_type("drift", drift, bool, "True or False")
         self._every = check_count("every", every)
-        capacity = default_capacity(decay, most=4096) if history is None else history
-        check_count("history", capacity, low=3)
+        self._drift = check_type("drift", drift, bool, "True or False")
         self.world = data_parallel_world(model)
-        _check_combination(source, metric, layers, optimizer, self.world)
+        _check_combination(source, metric, self.world)
 
-        taps = ExampleNorms(model, layers) if source == "per_example" else None
-        measured = _measured_parameters(model, None if taps is None else taps.parameter_names)
-        labels = [group_of(own_name(name, model)) for name in measured]
+        parameters = _trainable_parameters(model)
+        labels = [group_of(own_name(name, model)) for name in parameters]
         self._groups = list(dict.fromkeys(labels))
-        self._sums = (SignSums if metric == "l1" else Sums)(
-            measured,
-            [self._groups.index(label) for label in labels],
-            self.world,
-            None if metric == "euclidean" else optimizer,
-            reduced=source == "accumulated",
-        )
-        self._witness = self._sums.witness
-        device = self._sums.parameters[0].device
+        rows = [self._groups.index(label) for label in labels]
+        norms = euclidean_norms if metric == "euclidean" else preconditioned_norms(optimizer)
+        self._sums = Sums(parameters, rows, self.world, norms, reduced=source == "accumulated")
+        self._witness, device = self._sums.witness, self._sums.device
+        capacity = default_capacity(decay, most=4096)
         self._ring, self._pushed = empty_ring(capacity, len(self._groups), device)
-        leaves = gradient_leaves(model)
+        scale = _loss_scale_of(scaler, self._sums)
         self._source = Source(
-            source,
-            self._sums,
-            [leaves[name] for name in measured],
-            taps,
-            Repeats(model, self._sums.parameters),
-            samples=samples,
-            accumulation=accumulation,
-            loss_scale=_loss_scale_of(scaler, self._sums.parameters, device),
+            source, model, self._sums, samples=samples, accumulation=accumulation, loss_scale=scale
         )
         # One that is dropped leaves no hooks behind either.
         self._remove = weakref.finalize(self, self._source.remove)
@@ -162,13 +141,10 @@ class NoiseScale:
 
     def _begin(self, steps: int) -> None:
         """Forgets the step under way, after a number of whole ones."""
-        self._source.clear()
-        self._witness.turn(steps // self._every)
-        self._count(steps)
-
-    def _count(self, steps: int) -> None:
         self._steps, self._measures = steps, steps % self._every == 0
+        self._source.clear()
         self._source.enable(self._measures)
+        self._witness.turn(steps // self._every)
 
     @property
     def skipped(self) -> Tensor:
@@ -193,14 +169,13 @@ class NoiseScale:
         """
         self._source.told = self._source.part(num_samples, weight, loss_scale)
 
-    @contextmanager
     def microbatch(
         self,
         num_samples: int,
         *,
         weight: Tensor | float | None = None,
         loss_scale: Tensor | float | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """A context around the backward pass of one micro-batch.
 
         Args:
@@ -214,8 +189,7 @@ class NoiseScale:
         Raises:
             InputError: If a count or weight is negative, or only some weights are given.
         """
-        with self._source.context(self._source.part(num_samples, weight, loss_scale)):
-            yield
+        return self._source.context(self._source.part(num_samples, weight, loss_scale))
 
     @torch.no_grad()
     def step(self, *, grad_scale: Tensor | float | None = None) -> None:
@@ -229,26 +203,23 @@ class NoiseScale:
                 of the last micro-batch; ``LayerwiseGradScaler`` knows it.
 
         Raises:
-            InputError: If the step has fewer than two parts, unequal ones for ``"l1"``, or two that
-                are passes over one forward pass; once a step had what it needs, such a step is
-                left out and counted in ``skipped``.
+            InputError: If the step has fewer than two parts, or two that are passes over one
+                forward pass; once a step had what it needs, such a step is left out and counted
+                in ``skipped``.
         """
         if not self._measures:
-            self._count(self._steps + 1)
+            self._begin(self._steps + 1)
             return
         self._source.finish()
         wrong = self._source.wrong()
-        if wrong is None:
-            self._whole = True
-        else:
-            self._sums.broken = True
-            # A short window at an epoch's end is no mistake, and is left out.
-            wrong = None if self._whole else wrong
+        self._whole = self._whole or wrong is None
+        self._sums.broken = self._sums.broken or wrong is not None
+        # A short window at an epoch's end is no mistake, and is left out.
+        wrong = None if self._whole else wrong
         try:
             # The other processes wait in the collective, so this one joins it before it raises.
             if wrong is None or self.world.size > 1:
-                scale = self._source.scale_of_gradients() if grad_scale is None else grad_scale
-                push(self._ring, self._pushed, self._sums.measure(self._source.factor, scale))
+                push(self._ring, self._pushed, self._source.measure(grad_scale))
         finally:
             self._begin(self._steps + 1)
         if wrong is not None:
@@ -274,7 +245,6 @@ class NoiseScale:
             self._level,
             groups=self._groups,
             drift=self._drift,
-            power=self._sums.power,
             altered=self.altered.clone(),
             unlike=parts_differ(self._witness.cosines),
         )
@@ -312,7 +282,7 @@ class NoiseScale:
         if saved != ours:
             raise InputError(
                 f"Expected a `state_dict` of groups and measurements {ours}. Found {saved}. "
-                "Remedy: build the estimator with the same model, groups, decay and history."
+                "Remedy: build the estimator with the same model, groups and decay."
             )
         self._ring.copy_(state["ring"])
         self._pushed.copy_(torch.as_tensor(state["pushed"]))
@@ -321,9 +291,7 @@ class NoiseScale:
         self._begin(int(state.get("steps", 0)))
 
 
-def _check_combination(
-    source: str, metric: str, layers: str, optimizer: Optimizer | None, world: World
-) -> None:
+def _check_combination(source: str, metric: str, world: World) -> None:
     """Refuses combinations that measure no noise scale, before any hook is registered."""
     allowed = {"microbatch", "per_example", "accumulated"}
     if world.kind == "ddp":
@@ -337,33 +305,15 @@ def _check_combination(
             f"Expected `source` to be {' or '.join(sorted(allowed))} for metric={metric!r} of "
             f"a {world.kind} model. Found source={source!r}. Remedy: one of these."
         )
-    if metric != "euclidean" and optimizer is None:
-        raise InputError(
-            f"Expected `optimizer` for metric={metric!r}. Found None. Remedy: hand it in."
-        )
-    if layers != "all" and source != "per_example":
-        raise InputError(
-            f"Expected `layers` with source='per_example' only. Found it with source={source!r}. "
-            "Remedy: leave one out."
-        )
 
 
-def _measured_parameters(
-    model: nn.Module, names: Collection[str] | None
-) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, or those with a name among ``names``.
-
-    Warns once if a layer makes the samples of a batch depend on each other.
-    """
-    measured = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (names is None or name in names)
-    }
-    if not measured or any(parameter.is_meta for parameter in measured.values()):
+def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name; warns once if a layer makes the samples of a batch depend on each other."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable or any(parameter.is_meta for parameter in trainable.values()):
         raise InputError(
             "Expected `model` with trainable parameters on a device. Found "
-            f"{'some on `meta`' if measured else 'none to measure'}. Remedy: build NoiseScale "
+            f"{'some on `meta`' if trainable else 'none to measure'}. Remedy: build NoiseScale "
             "after `requires_grad_()`, `to_empty` or the first load."
         )
     for name, module in model.named_modules():
@@ -375,17 +325,15 @@ def _measured_parameters(
                 stacklevel=3,
             )
             break
-    return measured
+    return trainable
 
 
-def _loss_scale_of(
-    scaler: Any, parameters: Sequence[nn.Parameter], device: torch.device
-) -> Callable[[], Tensor | float]:
+def _loss_scale_of(scaler: Any, sums: Sums) -> Callable[[], Tensor | float]:
     """Asks for the loss scale that gradients carry, one or each parameter's; nothing waits."""
     if scaler is None:
         return lambda: 1.0
     if hasattr(scaler, "parameter_scales"):
-        carried = scaler.parameter_scales(parameters)
-        return lambda: carried().to(device)
+        carried = scaler.parameter_scales(sums.parameters)
+        return lambda: carried().to(sums.device)
     # Through the public method: it hands out the scale without waiting for the device.
-    return lambda: scaler.scale(torch.ones((), device=device))
+    return lambda: scaler.scale(torch.ones((), device=sums.device))

@@ -10,27 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_choice
-from steadygrad.distributed import fsdp_modules
+from steadygrad._checks import InputError
 from steadygrad.noise import example_norms as norms
+from steadygrad.noise.sums import gradient_leaves
 from steadygrad.numerics import exact
-from steadygrad.shards import is_sharded
 
-__all__ = ["ExampleNorms", "gradient_leaves", "leave_alone"]
+__all__ = ["ExampleNorms", "leave_alone"]
 
 # Each example's gradient of the weight, and a cheaper way to its squared norm where there is one.
 _Rule = tuple[Callable[..., Tensor], Callable[..., Tensor] | None]
-# A layer's name, rule, number of trailing dimensions of features, parameters' names in the model by
-# attribute (`"weight"`, `"bias"`), and whether one of these belongs to another layer as well.
-_Layer = tuple[str, _Rule, int, dict[str, str], bool]
-_NORMS: dict[type[nn.Module], _Rule] = {
-    nn.LayerNorm: (norms.norm_gradients, None),
-    nn.RMSNorm: (norms.norm_gradients, None),
-}
+# A layer's name, rule, and parameters' names in the model by attribute (`"weight"`, `"bias"`).
+_Layer = tuple[str, _Rule, dict[str, str]]
 _RULES: dict[type[nn.Module], _Rule] = {
     nn.Linear: (norms.linear_gradients, norms.linear_sq_norms),
     nn.Embedding: (norms.embedding_gradients, norms.embedding_sq_norms),
-    **_NORMS,
+    nn.LayerNorm: (norms.norm_gradients, None),
+    nn.RMSNorm: (norms.norm_gradients, None),
     nn.Conv1d: (norms.conv_gradients, norms.conv_sq_norms),
     nn.Conv2d: (norms.conv_gradients, norms.conv_sq_norms),
 }
@@ -52,25 +47,23 @@ class ExampleNorms:
 
     Each parameter must receive the sum of its examples' gradients. This is compared in the first
     recording, at the price of one wait for the device (in up to eight, while a gradient is exactly
-    zero or not finite), and finds what a layer's hook cannot see: a weight that is also used by
-    itself (``F.linear(x, embedding.weight)``, a penalty), or a hook that changes gradients. A
-    gradient past all taps, as of a compiled region, is an error in every recording.
+    zero or not finite), and finds what a layer's hook cannot see. A gradient past all taps, as of a
+    compiled region, is an error in every recording.
     """
 
-    def __init__(self, model: nn.Module, layers: str = "all") -> None:
-        self._layers = _measured_layers(model, layers)
-        names = [name for *_, names, _ in self._layers.values() for name in names.values()]
-        self.parameter_names = list(dict.fromkeys(names))
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = _measured_layers(model)
+        names = Counter(name for *_, names in self._layers.values() for name in names.values())
+        self.parameter_names = list(names)
         self.enabled = True
-        # Weights that are known to be used several times in a pass.
-        self._reused: set[str] = set()
+        # Weights that are known to be used several times in a pass: first those of several layers.
+        self._reused = {name for name, layers in names.items() if layers > 1}
         self._comparisons = _MOST_COMPARISONS
-        self._done: dict[str, Tensor] = {}
         self._clear()
         leaves = gradient_leaves(model)
-        self._handles = [leaves[n].register_hook(self._receiver(n)) for n in self.parameter_names]
+        self.handles = [leaves[n].register_hook(self._receiver(n)) for n in self.parameter_names]
         # First in line, so that what other hooks do to the output is not taken for the layer's.
-        self._handles += [
+        self.handles += [
             layer.register_forward_hook(self, prepend=True, with_kwargs=True)
             for layer in self._layers
         ]
@@ -104,30 +97,19 @@ class ExampleNorms:
         return receive
 
     @contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
-        """Measures the backward passes inside; their forward passes may lie before it.
+    def recording(self, num_examples: int) -> Iterator[dict[str, Tensor]]:
+        r"""Measures the backward passes inside; their forward passes may lie before it.
 
-        A recording that ends in an error leaves nothing behind.
+        Yields what then has :math:`\sum_i \|h_i\|^2` by parameter, with shape ``()``, where
+        :math:`h_i` is example i's gradient, divided by nothing. Empty after an error.
         """
-        self._examples = num_examples
+        self._examples, squares = num_examples, dict[str, Tensor]()
         try:
-            yield
+            yield squares
             self._finish()
+            squares |= self._squares
         finally:
             self._clear()
-
-    def pop(self) -> dict[str, Tensor]:
-        r"""Sums :math:`\sum_i \|h_i\|^2` over examples of all recordings since the last call.
-
-        By parameter, with shape ``()``; :math:`h_i` is example i's gradient, divided by nothing.
-        """
-        done, self._done = self._done, {}
-        return done
-
-    def remove(self) -> None:
-        """Takes every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
 
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -150,8 +132,8 @@ class ExampleNorms:
     def _trains(self, layer: nn.Module, attribute: str) -> bool:
         """Whether a layer has this parameter, and it is trained now."""
         parameter = layer._parameters.get(attribute)
-        names = self._layers[layer][3]
-        return parameter is not None and attribute in names and parameter.requires_grad
+        known = attribute in self._layers[layer][2]
+        return parameter is not None and known and parameter.requires_grad
 
     def measure(self, layer: nn.Module, inputs: Tensor | None, grad: Tensor) -> None:
         """Takes the gradient of a layer's output, and the layer's input if its weight trains."""
@@ -159,7 +141,8 @@ class ExampleNorms:
         self._calls[layer] = max(calls - 1, 0)
         if self._examples is None:
             return
-        owner, (gradients, sq_norms), features, names, tied = self._layers[layer]
+        owner, (gradients, sq_norms), names = self._layers[layer]
+        features = norms.features(layer)
         if grad.dim() <= features or len(grad) != self._examples:
             raise InputError(
                 f"Expected the output of layer `{owner}` to begin with {self._examples} examples"
@@ -173,7 +156,7 @@ class ExampleNorms:
             name = names["weight"]
             if name in self._held:
                 self._reused.add(name)
-            if calls > 1 or tied or name in self._reused:
+            if calls > 1 or name in self._reused:
                 sq_norms = None
             self._take(layer, name, (gradients, sq_norms), inputs, grad)
 
@@ -192,7 +175,7 @@ class ExampleNorms:
         else:
             self._squares[name] = sq_norms(layer, inputs, grad).sum()
             if self._comparisons:
-                each = gradients(layer, *_as_one_example(self._layers[layer][2], inputs, grad))
+                each = gradients(layer, *_as_one_example(norms.features(layer), inputs, grad))
         if self._comparisons:
             _add(self._expected, name, each.sum(0))
             self._half |= {name} if grad.dtype.itemsize < 4 else set()
@@ -209,8 +192,6 @@ class ExampleNorms:
             )
         if self._comparisons:
             self._comparisons = 0 if self._compare() else self._comparisons - 1
-        for name, value in self._squares.items():
-            _add(self._done, name, value)
 
     def _compare(self) -> bool:
         """Whether all gradients could be compared with their examples' sums, and agree."""
@@ -273,31 +254,17 @@ def _as_one_example(features: int, inputs: Tensor, grad: Tensor) -> tuple[Tensor
     return rows.unsqueeze(0), grad.flatten(0, -2).unsqueeze(0)
 
 
-def gradient_leaves(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Leaves that receive the gradients, by names: with FSDP2 the unsharded ones that it keeps."""
-    leaves = dict(model.named_parameters())
-    for module in fsdp_modules(model):
-        module.unshard()  # type: ignore[operator]
-        leaves |= {name: p for name, p in model.named_parameters() if not is_sharded(p)}
-        module.reshard()  # type: ignore[operator]
-    return leaves
-
-
-def _measured_layers(model: nn.Module, layers: str) -> dict[nn.Module, _Layer]:
+def _measured_layers(model: nn.Module) -> dict[nn.Module, _Layer]:
     """The layers that own a trainable parameter, in the model's order."""
-    check_choice("layers", layers, ("all", "norm"))
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    rules = _RULES if layers == "all" else _NORMS
-    measured: dict[nn.Module, _Layer] = {}
-    library = sys.modules.get("transformers.pytorch_utils")
-    if layers == "all" and library is not None:
+    rules, measured = _RULES, dict[nn.Module, _Layer]()
+    if (library := sys.modules.get("transformers.pytorch_utils")) is not None:
         # GPT-2 and its like: a linear layer whose weight is transposed.
-        rules = {**rules, library.Conv1D: (_transposed, norms.linear_sq_norms)}
+        rules = {**_RULES, library.Conv1D: (_transposed, norms.linear_sq_norms)}
     for name, module in model.named_modules():
         own = {k: p for k, p in module._parameters.items() if p is not None and id(p) in names}
         rule = _rule_for(module, rules)
-        if not own or (rule is None and layers == "norm"):
+        if not own:
             continue
         unknown = [k for k in own if rule is None or k not in ("weight", "bias")]
         if rule is None or unknown:
@@ -306,14 +273,9 @@ def _measured_layers(model: nn.Module, layers: str) -> dict[nn.Module, _Layer]:
             raise InputError(
                 f"Expected every trainable parameter in a layer of type {supported}. Found "
                 f"`{unknown[0]}` in {where} ({type(module).__name__}). "
-                "Remedy: layers='norm' measures the norm layers only, source='microbatch' any one."
+                "Remedy: source='microbatch', which measures any layer."
             )
-        tied = any(owners[id(p)] > 1 for p in own.values())
-        names_of = {attribute: names[id(p)] for attribute, p in own.items()}
-        measured[module] = name, rule, norms.features(module), names_of, tied
-    if not measured:
-        kind = "layer" if layers == "all" else "LayerNorm or RMSNorm"
-        raise InputError(f"Expected a trainable {kind}. Found none. Remedy: source='microbatch'.")
+        measured[module] = name, rule, {attribute: names[id(p)] for attribute, p in own.items()}
     return measured
 
 

@@ -1,10 +1,9 @@
 """Sources of a step's parts: contexts, backward passes that are found, single examples."""
 
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,17 +13,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdRef
 
 from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.noise.equations import SignalNoise
 from steadygrad.noise.per_example import ExampleNorms, leave_alone
-from steadygrad.noise.sums import Sums, values_of
+from steadygrad.noise.sums import Sums, gradient_leaves, values_of
 from steadygrad.numerics import exact
 
 # A micro-batch before it counts: its samples, and its weight and loss scale if they were given.
 Part = tuple[int, Tensor | float | None, Tensor | float | None]
-
-
+# The tensors that the model was given, each with its version.
+_Given = tuple[tuple[WeakIdRef, int], ...]
 # A call of a layer: the layer, the layers of the parts that went through it, and, for the model's
-# own call, the tensors it was given, each with its version.
-_Call = tuple[nn.Module, set[nn.Module], tuple[tuple[WeakIdRef, int], ...]]
+# own call, what it was given.
+_Call = tuple[nn.Module, set[nn.Module], _Given]
 
 
 class Repeats:
@@ -38,7 +38,7 @@ class Repeats:
         owners = {p: module for module in model.modules() for p in module._parameters.values()}
         chosen = {owners[p]: p for p in parameters[:: -(-len(parameters) // 4)] if p in owners}
         self._model = model
-        self._handles = [
+        self.handles = [
             module.register_forward_hook(self, with_kwargs=True)
             for module in {**chosen, model: None}
             if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
@@ -49,7 +49,7 @@ class Repeats:
 
     def turn(self) -> None:
         """Begins a step."""
-        self._given: set[tuple[tuple[WeakIdRef, int], ...]] = set()
+        self._given: set[_Given] = set()
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         # A copied or saved model is not measured.
@@ -99,58 +99,57 @@ class Repeats:
             return "one without a forward pass of the model, as of a penalty on its weights"
         return "a second one of the same samples, as of two losses" if repeated else ""
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
 
 class Source:
     """Opens and closes the parts of a step, and feeds sums the gradient that each adds to `.grad`.
 
     - ``"microbatch"``: a hook on a leaf runs once a backward pass with the summed gradient of all
-      the leaf's uses, before it is added to ``.grad`` and before DDP or FSDP2 reduces it: exact in
-      any precision, without a copy. Outside of contexts, each backward pass is a part.
-    - ``"per_example"``: the layers' hooks measure every example's own norm; others take the
-      gradient's elements, which the witness compares, from the leaves.
-    - ``"accumulated"``: the difference that each part makes to ``.grad``, of any number of backward
-      passes, or of FSDP2's reduced shards, where a part is a micro-batch over all processes; each
-      must then synchronise its gradients. Costs a copy; differences of 16-bit sums lose digits.
+      the leaf's uses, before it is added to ``.grad`` and before DDP or FSDP2 reduces it. Outside
+      of contexts, each backward pass is a part.
+    - ``"per_example"``: taps measure every example's own norm; the witness's elements are taken
+      from the leaves.
+    - ``"accumulated"``: the difference that a part makes to ``.grad``, which with FSDP2 is reduced,
+      so that each part must synchronise. Costs a copy; differences of 16-bit sums lose digits.
 
-    ``leaves`` receive the gradients, by slots; ``loss_scale`` asks for the scale that gradients
-    carry now; ``told`` is the next backward pass, if it was announced.
+    ``loss_scale`` asks for the scale that gradients carry now; ``told`` is the next backward pass,
+    if it was announced.
     """
 
     def __init__(
         self,
         kind: str,
+        model: nn.Module,
         sums: Sums,
-        leaves: Sequence[nn.Parameter],
-        taps: ExampleNorms | None,
-        repeats: Repeats,
         *,
         samples: Callable[[], int] | int | None,
         accumulation: str,
         loss_scale: Callable[[], Tensor | float],
     ) -> None:
-        self._kind, self._sums, self._taps, self._repeats = kind, sums, taps, repeats
+        self._kind, self._sums = kind, sums
         self._samples, self._accumulation, self._loss_scale = samples, accumulation, loss_scale
-        slots = {"microbatch": range(len(leaves)), "per_example": sums.witness.slots}.get(kind, ())
-        self._handles = [leaves[s].register_hook(self._hook(s, leaves[s])) for s in slots]
+        # First, as it may refuse the model.
+        self._taps = ExampleNorms(model) if kind == "per_example" else None
+        self._repeats = Repeats(model, sums.parameters)
+        leaves = gradient_leaves(model)
+        slots = {"microbatch": range(len(sums.names)), "per_example": sums.witness.slots}
+        self._handles = [
+            leaves[sums.names[slot]].register_hook(self._hook(slot, leaves[sums.names[slot]]))
+            for slot in slots.get(kind, ())
+        ]
+        self._handles += self._repeats.handles + (self._taps.handles if self._taps else [])
         self._enabled, self._in_context = True, False
         self._pass = self._asked = -1
-        self._is_measured = self._accumulates = False
+        self._accumulates = False
+        self._open: Part | None = None
         self.clear()
 
     def clear(self) -> None:
         """Starts a new step."""
         self.finish()
         self.told: Part | None = None
-        self._open: Part | None = None
+        self._open = None
         self._last: Part | None = None
         self._alien, self._without_samples = "", False
-        # Weights on the device cannot be compared without waiting for it, and are None here.
-        self._kinds: set[tuple[float | None, int]] = set()
         self._repeats.turn()
         self._sums.clear()
 
@@ -162,9 +161,8 @@ class Source:
 
     def remove(self) -> None:
         """Takes every hook off the model."""
-        for each in (*self._handles, self._repeats, self._taps):
-            if each is not None:
-                each.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def part(
         self,
@@ -210,9 +208,8 @@ class Source:
         """Feeds the sums from taps or from ``.grad``, where no hook feeds them."""
         sums = self._sums
         if self._taps is not None:
-            with self._taps.recording(samples):
+            with self._taps.recording(samples) as squares:
                 yield
-            squares = self._taps.pop()
             for slot, name in enumerate(sums.names):
                 if name in squares:
                     sums.see_norm(slot, squares[name].sqrt())
@@ -242,7 +239,17 @@ class Source:
         """Whether the present pass adds to ``.grad``, which ``torch.autograd.grad`` does not."""
         number = torch._C._current_graph_task_id()
         if number != self._asked:
-            self._asked, self._accumulates = number, _adds_to_grad(leaf)
+            # Not kept: the engine remembers the stream on which this node was made.
+            with torch.enable_grad():
+                view: Any = leaf.view_as(leaf)
+            node, self._asked = view.grad_fn.next_functions[0][0], number
+            try:
+                self._accumulates = torch._C._will_engine_execute_node(node)
+            except RuntimeError as error:
+                # The engine refuses to say it of leaves whose gradients it hands to the caller.
+                if "autograd.grad" not in str(error):
+                    raise
+                self._accumulates = False
         return self._accumulates
 
     def _is_found(self, leaf: Tensor) -> bool:
@@ -254,19 +261,19 @@ class Source:
             if not self._adds_to_grad(leaf):
                 return False
             self._enter(number)
-        return self._is_measured
+        return self._open is not None
 
     def _enter(self, number: int) -> None:
         nested = _inside_a_backward_function()
-        if nested and self._is_measured:
+        if nested and self._open is not None:
             return  # a reentrant checkpoint, whose gradients are of the pass around it
         self.finish()
         self._pass = number
         part, self.told = self.told, None
         if part is None and self._samples is not None:
             part = self.part(self._samples() if callable(self._samples) else self._samples)
-        self._open, self._is_measured = part, part is not None
-        if not self._is_measured:
+        self._open = part
+        if part is None:
             return
         if nested:
             raise InputError(
@@ -279,13 +286,13 @@ class Source:
 
     @torch.no_grad()
     def _leave(self) -> None:
-        self._is_measured, self._pass = False, -1
+        self._pass = -1
         self._close()
 
     def finish(self) -> None:
         """Spoils the step if a pass has not ended: after an error autograd does not call back."""
-        failed, self._is_measured, self._pass = self._is_measured, False, -1
-        if failed:
+        self._pass = -1
+        if self._open is not None and not self._in_context:
             self._spoil()
 
     def _spoil(self) -> None:
@@ -307,25 +314,24 @@ class Source:
         self._alien, self._last = self._alien or alien, part
         if weight is None:
             weight = samples if self._accumulation == "samples" else 1.0
-        self._kinds.add((None if isinstance(weight, Tensor) else weight, samples))
         scale = self._loss_scale() if loss_scale is None else loss_scale
         parts = samples if self._kind == "per_example" else 1
         self._sums.end_part(weight, samples, parts, scale)
 
-    def scale_of_gradients(self) -> Tensor | float:
-        """The loss scale in ``.grad``: what the last part was told, or what gradients carry now."""
-        given = None if self._last is None else self._last[2]
-        return self._loss_scale() if given is None else given
-
-    @property
-    def factor(self) -> float:
-        """Factor from the weights that were assumed for a step's parts to the true ones."""
-        sums, given = self._sums, self._last is not None and self._last[1] is not None
-        if given or sums.broken or self._accumulation == "sum":
-            return 1.0
-        if self._accumulation == "mean":
-            return 1 / (sums.a or 1.0)  # type: ignore[return-value]  # a tensor only where given
-        return sums.together / (sums.samples or 1)
+    def measure(self, grad_scale: Tensor | float | None) -> SignalNoise:
+        """Signal and noise of the step; ``grad_scale`` is still in ``.grad``, None if not told."""
+        sums = self._sums
+        _, weight, scale = self._last or (0, None, None)
+        scale = scale if grad_scale is None else grad_scale
+        scale = self._loss_scale() if scale is None else scale
+        # From the weights that were assumed for the parts to the true ones.
+        factor: Any = 1.0
+        if weight is None and not sums.broken:
+            if self._accumulation == "mean":
+                factor = 1 / (sums.a or 1.0)
+            elif self._accumulation == "samples":
+                factor = sums.together / (sums.samples or 1)
+        return sums.measure(factor, scale)
 
     def wrong(self) -> InputError | None:
         """The reason why the whole step cannot be measured, if there is one to tell."""
@@ -339,18 +345,13 @@ class Source:
                 "NoiseScale(source='accumulated') with one `with noise.microbatch(n)` around all "
                 "passes of the same samples."
             )
-        several = sums.world.size == sums.together or sums.alike
-        needed = 2 if several else 1 - self._without_samples
+        # Where another process may have parts, one will do, or none if all samples are masked.
+        needed = 2 if sums.world.size == sums.together else 1 - self._without_samples
         if sums.parts < needed:
             return InputError(
                 f"Expected at least {needed} parts a step. Found {sums.parts}. Remedy: split "
                 "the batch into micro-batches, each in `with noise.microbatch(n)` (only "
                 "source='microbatch' finds them by `samples`), or use source='per_example'."
-            )
-        if sums.alike and len(self._kinds) > 1:
-            return InputError(
-                "Expected equal micro-batches for metric='l1'. Found (weight, samples) in "
-                f"{sorted(self._kinds, key=str)}. Remedy: drop the last, smaller one."
             )
         return None
 
@@ -363,24 +364,7 @@ def _checked(weight: Tensor | float) -> Tensor | float:
     return torch.where(weight >= 0, weight, torch.nan)
 
 
-def _adds_to_grad(leaf: Tensor) -> bool:
-    # Not kept: the engine remembers the stream on which this node was made.
-    with torch.enable_grad():
-        view: Any = leaf.view_as(leaf)
-    try:
-        return bool(torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0]))
-    except RuntimeError as error:
-        # The engine refuses to say it of leaves whose gradients it hands to the caller.
-        if "autograd.grad" in str(error):
-            return False
-        raise
-
-
 def _inside_a_backward_function() -> bool:
     """Whether a Python function's backward has begun the backward pass that runs now."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    return BackwardCFunction.apply.__code__ in codes

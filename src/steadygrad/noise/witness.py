@@ -91,15 +91,14 @@ class Witness:
 
     def end_part(self, weight: Tensor | float, samples: int, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
-        if self._slots:
-            row = self._row(self._open) / self._by_element(loss_scale)
-            row = row * self._shares if self._reduced else row
-            self._seen = self._seen + row
-            self._squares = self._squares + self._seen.square().sum()
-            self._first = self._first or (row, weight, samples)
-            if samples == self._first[2]:
-                self._last = row, weight
-            self._parts += 1
+        row = self._row(self._open) / self._by_element(loss_scale)
+        row = row * self._shares if self._reduced else row
+        self._seen = self._seen + row
+        self._squares = self._squares + self._seen.square().sum()
+        self._first = self._first or (row, weight, samples)
+        if samples == self._first[2]:
+            self._last = row, weight
+        self._parts += 1
         self.drop_part()
 
     def column(
@@ -110,8 +109,6 @@ class Witness:
         ``multiple`` is the gradient summed over what the processes saw, over ``.grad``, and
         ``scale`` the loss scale that is still in it, one or each slot's.
         """
-        if not self._slots:
-            return self._zero.new_zeros(1)
         there = [s for s in self._slots if s in gradients and self._shards[s].here]
         scale = self._by_element(scale)
         rows = {slot: _elements(gradients[slot], self._shards[slot].shape) for slot in there}
@@ -140,7 +137,7 @@ class Witness:
             self._on_host.copy_(self._ever, non_blocking=True)
             self._warned = bool(self._on_host)
             if self._warned:
-                warnings.warn(_ALTERED, stacklevel=5)
+                warnings.warn(_ALTERED, stacklevel=6)
         return kept
 
     def _difference(self, like: Tensor) -> Tensor:
@@ -173,7 +170,8 @@ class Witness:
             else self._zero.new_zeros(_size(self._shards[slot].shape))
             for slot in self._slots
         ]
-        return torch.cat(rows).to(self._zero)
+        # Of complex parameters alone there are none.
+        return torch.cat(rows).to(self._zero) if rows else self._zero.new_zeros(0)
 
     def _by_element(self, scale: Tensor | float) -> Tensor | float:
         """A scale of each slot as one of each element."""

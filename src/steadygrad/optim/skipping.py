@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.numerics import HostCopy
 from steadygrad.optim.checks import is_capturing
 
 
@@ -20,7 +21,7 @@ class SkipMonitor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._in_a_row = self._steps = 0
-        self._copied: tuple[Tensor, Any] | None = None
+        self._copied: HostCopy | None = None
         self._last: float | None = None
 
     def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
@@ -51,21 +52,12 @@ class SkipMonitor:
     def _look(self, skipped: Tensor, limit: int) -> None:
         """Compares the count of an interval ago with the one before it, and copies this one."""
         before, self._last = self._last, None
-        if self._copied is not None and self._copied[1].query():
-            self._last = float(self._copied[0])
+        if self._copied is not None and self._copied.event.query():
+            self._last = float(self._copied.numbers)
             # Without the count of the interval before, the skips of this interval are unknown.
             if before is not None and self._last - before >= limit:
                 self._warn(limit)
-        self._copied = self._copy(skipped)
-
-    @staticmethod
-    def _copy(skipped: Tensor) -> tuple[Tensor, Any]:
-        """A copy on the host, and the event after which it is there."""
-        on_host = torch.empty((), dtype=skipped.dtype, pin_memory=True)
-        on_host.copy_(skipped, non_blocking=True)
-        event = torch.Event(skipped.device)
-        event.record()
-        return on_host, event
+        self._copied = HostCopy(skipped)
 
     def _warn(self, limit: int) -> None:
         warnings.warn(

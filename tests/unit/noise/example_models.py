@@ -77,9 +77,9 @@ def measured(
     taps: ExampleNorms, model: nn.Module, batch: Tensor, loss: Callable[..., Tensor] = loss_of
 ) -> Norms:
     value = loss(model, batch)
-    with taps.recording(len(batch)):
+    with taps.recording(len(batch)) as found:
         value.backward()
-    return taps.pop()
+    return found
 
 
 def gradients(model: nn.Module) -> Norms:

@@ -67,7 +67,7 @@ def present(growth, strength, decay, n, rho=0.0):
 
 
 def covered(ratio, truth):
-    return ((ratio["low"] <= truth) & (truth <= ratio["high"])).double().mean().item()
+    return ((ratio.low <= truth) & (truth <= ratio.high)).double().mean().item()
 
 
 CASES = {
@@ -89,21 +89,21 @@ def test_agrees_with_the_reference(case):
     got = present_ratio(noise, signal, weights)
     for i in range(len(noise)):
         expected = reference.present(noise[i].numpy(), signal[i].numpy(), weights.numpy(), n)
-        ours = [x[i].item() for x in (got["value"], got["low"], got["high"])]
+        ours = [x[i].item() for x in (got.value, got.low, got.high)]
         if not math.isnan(ours[0]):
             assert ours[0] == pytest.approx(expected.value, rel=1e-12)
         # The expansion of Student's quantile: 6e-4 at 2 degrees of freedom, 1e-5 from 3 on.
-        loose = 1e-3 if got["effective"][i] < 4 else 1e-5
+        loose = 1e-3 if got.effective[i] < 4 else 1e-5
         assert ours[1:] == pytest.approx([expected.low, expected.high], rel=loose)
-        assert got["drifting"][i].item() == expected.drifting
-        assert got["measurements"][i].item() == expected.measurements
-        assert got["age"][i].item() == pytest.approx(expected.age, rel=1e-12)
+        assert got.drifting[i].item() == expected.drifting
+        assert got.measurements[i].item() == expected.measurements
+        assert got.age[i].item() == pytest.approx(expected.age, rel=1e-12)
 
 
 def test_the_cases_above_hold_both_outcomes():
     growth, strength, n, decay, _ = CASES["slow"]
     noise, signal = histories(course_of(growth, n, n), strength, 12, seed=3)
-    found = present_ratio(noise, signal, decay ** torch.arange(n, dtype=torch.float64))["drifting"]
+    found = present_ratio(noise, signal, decay ** torch.arange(n, dtype=torch.float64)).drifting
     assert 0 < found.sum() <= 12
 
 
@@ -140,7 +140,7 @@ def test_a_common_factor_is_no_drift():
     fall = torch.linspace(1, 20, 200, dtype=torch.float64)
     got = present_ratio(noise * fall, signal * fall, torch.ones(200).double())
     # Three standard errors of 1 % in 500 replicates are 1.3 points.
-    assert got["drifting"].double().mean() <= 0.024
+    assert got.drifting.double().mean() <= 0.024
 
 
 @pytest.mark.parametrize(("decay", "n"), [(0.99, 688), (0.99, 200), (1.0, 400)])
@@ -151,7 +151,7 @@ def test_constant_is_covered_and_raises_no_alarm(decay, n, strength, rho):
     # Less a standard error of 500 replicates; the test takes next to nothing from the coverage.
     assert covered(got, truth) >= max(0.92, covered(whole, truth) - 0.015)
     # 2 % of false alarms, and two standard errors of 500 replicates.
-    assert got["drifting"].double().mean() <= 0.032
+    assert got.drifting.double().mean() <= 0.032
 
 
 @pytest.mark.parametrize(("decay", "n"), [(0.99, 688), (0.99, 200), (1.0, 400)])
@@ -165,23 +165,23 @@ def test_the_present_value_is_covered_while_it_grows(decay, n, strength, growth,
         print(f" [{decay} {n} {strength} {growth}: {before:.1%}, now {after:.1%}] ")
     assert after >= 0.9
     if strength == 2.0:
-        assert got["drifting"].all()
+        assert got.drifting.all()
         # The whole history is older, and where it is bounded it tells of the past.
-        assert got["age"].max() < 40
+        assert got.age.max() < 40
         # Of six measurements, the fewest here, one in a hundred cannot bound the noise scale.
-        assert got["resolved"].double().mean() >= 0.98
+        assert got.resolved.double().mean() >= 0.98
 
 
 def test_a_hint_widens_the_interval_and_keeps_the_value():
     noise, signal = histories(course_of("linear", 200, 200), 16.0)
     weights = torch.ones(200, dtype=torch.float64)
     got, whole = present_ratio(noise, signal, weights), ratio_of_averages(noise, signal, weights)
-    wider = ~got["drifting"] & (got["high"] > whole["high"])
+    wider = ~got.drifting & (got.high > whole.high)
     assert wider.any()
-    assert torch.equal(got["value"][wider], whole["value"][wider])
-    assert (got["low"] <= whole["low"])[wider].all()
-    assert (got["measurements"][wider] == 200).all()
-    assert torch.equal(got["resolved"], torch.isfinite(got["high"]))
+    assert torch.equal(got.value[wider], whole.value[wider])
+    assert (got.low <= whole.low)[wider].all()
+    assert (got.measurements[wider] == 200).all()
+    assert torch.equal(got.resolved, torch.isfinite(got.high))
 
 
 @pytest.mark.parametrize("since", [20, 60, 100, 150])
@@ -190,9 +190,9 @@ def test_a_step_is_left_behind(since):
     course = torch.where(torch.arange(200) < since, 1.0, 0.1).double()
     noise, signal = histories(course, 2.0)
     got = present_ratio(noise, signal, torch.ones(200).double())
-    assert got["drifting"].double().mean() >= 0.99
+    assert got.drifting.double().mean() >= 0.99
     # The newest quarter of a window that ends at the step, or before it.
-    assert got["measurements"].median() <= since / 2
+    assert got.measurements.median() <= since / 2
     assert covered(got, 128) >= 0.92
 
 
@@ -202,9 +202,9 @@ def test_what_lies_where_there_is_no_measurement_does_not_matter():
     rubbish = torch.where(there, 0.0, 1e3)
     got = present_ratio(noise, signal, there.double())
     other = present_ratio(noise + rubbish, signal + rubbish, there.double())
-    assert got["drifting"].any()
-    assert torch.equal(other["drifting"], got["drifting"])
-    assert torch.equal(other["measurements"], got["measurements"])
+    assert got.drifting.any()
+    assert torch.equal(other.drifting, got.drifting)
+    assert torch.equal(other.measurements, got.measurements)
     torch.testing.assert_close(other, got, rtol=1e-9, atol=0, equal_nan=True)
 
 
@@ -215,30 +215,30 @@ def test_a_ring_that_is_not_full():
     space = torch.zeros(20, 50, dtype=torch.float64)
     weights = torch.cat([torch.ones(200), torch.zeros(50)]).double()
     part = present_ratio(torch.cat([noise, space], -1), torch.cat([signal, space], -1), weights)
-    assert torch.equal(part["measurements"], full["measurements"])
-    torch.testing.assert_close(part["value"], full["value"], rtol=1e-12, atol=0)
+    assert torch.equal(part.measurements, full.measurements)
+    torch.testing.assert_close(part.value, full.value, rtol=1e-12, atol=0)
 
 
 def test_noise_without_a_signal_does_not_drift():
     noise, signal = histories(torch.full((200,), 1e9).double(), 1.0)
     got = present_ratio(noise, signal, torch.ones(200).double())
-    assert got["drifting"].double().mean() <= 3 * ALARM
-    assert got["high"].isinf().double().mean() >= 0.95
+    assert got.drifting.double().mean() <= 3 * ALARM
+    assert got.high.isinf().double().mean() >= 0.95
 
 
 @pytest.mark.parametrize("n", [1, 2, 31])
 def test_few_measurements_do_not_drift(n):
     ramp = torch.arange(1.0, n + 1, dtype=torch.float64)
     got = present_ratio(ramp, torch.ones(n).double(), torch.ones(n).double())
-    assert not got["drifting"]
-    assert got["measurements"] == n
+    assert not got.drifting
+    assert got.measurements == n
     empty = present_ratio(ramp, ramp, torch.zeros(n).double())
-    assert not empty["drifting"]
-    assert empty["age"].isnan()
+    assert not empty.drifting
+    assert empty.age.isnan()
 
 
 def test_slow_noise_is_not_taken_for_drift():
     """With an autocorrelation of 0.5 halves differ by more than independent ones."""
     x = autoregressive(0.5, 1_000, 300)
     got = present_ratio(10 + x, torch.full_like(x, 2.0), torch.ones(300).double())
-    assert got["drifting"].double().mean() <= 0.05
+    assert got.drifting.double().mean() <= 0.05

@@ -78,8 +78,8 @@ def series(scheme, ratio, steps, seed):
 
 def coverage(noise, signal, truth):
     got = ratio_of_averages(noise, signal)
-    covered = (got["low"] <= truth) & (truth <= got["high"])
-    unbounded = ~got["resolved"]
+    covered = (got.low <= truth) & (truth <= got.high)
+    unbounded = ~got.resolved
     return covered.double().mean().item(), unbounded.double().mean().item()
 
 
@@ -158,28 +158,28 @@ def test_decaying_weights_cover():
     noise, signal = series("equal", 1, 200, seed=11)
     weights = 0.97 ** torch.arange(200, dtype=torch.float64)
     got = ratio_of_averages(noise, signal, weights)
-    share = ((got["low"] <= 64) & (got["high"] >= 64)).double().mean().item()
+    share = ((got.low <= 64) & (got.high >= 64)).double().mean().item()
     assert 0.93 <= share <= 0.97
-    assert got["effective"].median().item() == pytest.approx((1 + 0.97) / (1 - 0.97), rel=0.05)
+    assert got.effective.median().item() == pytest.approx((1 + 0.97) / (1 - 0.97), rel=0.05)
 
 
 def test_ratio_of_averages_not_average_of_ratios():
     noise = torch.tensor([1.0, 5.0], dtype=torch.float64)
     signal = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    assert ratio_of_averages(noise, signal)["value"].item() == pytest.approx(4.0)
+    assert ratio_of_averages(noise, signal).value.item() == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_too_few_measurements_say_nothing(n):
     ones = torch.ones(max(n, 1), dtype=torch.float64)
     got = ratio_of_averages(ones, ones, torch.ones(max(n, 1)).double() * (n > 0))
-    assert (got["low"].item(), got["high"].item(), got["resolved"].item()) == (0.0, math.inf, False)
-    assert math.isnan(got["value"].item()) == (n == 0)
+    assert (got.low.item(), got.high.item(), got.resolved.item()) == (0.0, math.inf, False)
+    assert math.isnan(got.value.item()) == (n == 0)
 
 
 def test_level_is_the_coverage():
     noise, signal = series("equal", 1, 60, seed=13)
     got = ratio_of_averages(noise, signal, level=0.8)
-    share = ((got["low"] <= 64) & (got["high"] >= 64)).double().mean().item()
+    share = ((got.low <= 64) & (got.high >= 64)).double().mean().item()
     # Three standard errors of a share of 80 % in 2,000 are 2.7 points.
     assert share == pytest.approx(0.8, abs=0.027)

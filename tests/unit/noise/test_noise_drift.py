@@ -84,12 +84,6 @@ def test_plain_numbers():
     assert json.loads(json.dumps(numbers)) == numbers
 
 
-def test_the_power_of_the_metric_leaves_the_finding_alone():
-    plain, squared = estimated(["exponential"]), estimated(["exponential"], power=2)
-    assert squared.drifting == plain.drifting
-    assert squared.value.item() == pytest.approx(plain.value.item() ** 2, rel=1e-12)
-
-
 def test_nothing_waits_for_the_device():
     """On a device without memory any read of a value raises."""
     kept = empty_ring(64, 2, torch.device("meta"))

@@ -55,16 +55,6 @@ def test_single_examples_as_parts(counts):
     assert last(noise) == pytest.approx(expected, rel=EXACT)
 
 
-def test_single_examples_of_norm_layers_only():
-    model, x, y = make()
-    noise = NoiseScale(model, source="per_example", layers="norm")
-    measure(noise, model, x, y, [5, 5])
-    rows = per_sample(model, x, y, wanted=lambda n: n.startswith("2."))
-    expected = reference.signal_and_noise(rows, [1] * 10, [1.0] * 10)
-    assert last(noise) == pytest.approx(expected, rel=EXACT)
-    assert list(noise.estimate().by_group) == ["2"]
-
-
 def test_groups_add_up_and_each_is_right():
     model, x, y = make()
     noise = NoiseScale(model, groups=lambda name: name.split(".")[1])
@@ -106,12 +96,11 @@ def test_bad_calls(act, message):
     [
         ({"source": "microbatches"}, "source"),
         ({"decay": 0.0}, "decay"),
-        ({"metric": "l1"}, "optimizer"),
+        ({"metric": "l1"}, "metric"),
+        ({"metric": "preconditioned"}, "optimizer"),
         ({"accumulation": "none"}, "accumulation"),
-        ({"history": 1}, "history"),
-        ({"metric": "l1", "source": "per_example"}, "source"),
+        ({"metric": "preconditioned", "source": "per_example"}, "source"),
         ({"groups": {"weight": "all"}}, "groups"),
-        ({"layers": "norm"}, "layers"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -156,14 +156,13 @@ def test_a_pass_between_two_contexts_is_noticed(source):
     assert noise.altered.item() == 1
 
 
-@pytest.mark.parametrize("metric", ["preconditioned", "l1"])
-def test_every_metric_notices(metric):
+def test_every_metric_notices():
     model, x, y = make()
     optimizer = torch.optim.Adam(model.parameters())
     accumulate(model, x, y)
     optimizer.step()
     optimizer.zero_grad()
-    noise = NoiseScale(model, samples=5, metric=metric, optimizer=optimizer)
+    noise = NoiseScale(model, samples=5, metric="preconditioned", optimizer=optimizer)
     accumulate(model, x, y)
     noise.step()
     optimizer.zero_grad()

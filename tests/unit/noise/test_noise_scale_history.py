@@ -4,6 +4,7 @@ import copy
 import math
 
 import pytest
+import torch
 from torch import nn
 
 from steadygrad._checks import InputError
@@ -15,15 +16,17 @@ from tests.unit.noise.training_loop import last, make, measure, run, synthetic
 def test_resumes_to_the_bit(every):
     model, x, y = make()
     straight, first = NoiseScale(model, every=every), NoiseScale(model, every=every)
-    for i in range(6):
-        measure(straight, model, x * (1 + i), y)
-    for i in range(3):
-        measure(first, model, x * (1 + i), y)
+    for i in range(8):
+        measure(straight, model, x * (1 + i), y, [5, 5])
+    for i in range(4):
+        measure(first, model, x * (1 + i), y, [5, 5])
     second = NoiseScale(model, every=every)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for i in range(3, 6):
-        measure(second, model, x * (1 + i), y)
+    for i in range(4, 8):
+        measure(second, model, x * (1 + i), y, [5, 5])
     assert str(second.estimate().as_dict()) == str(straight.estimate().as_dict())
+    # Which parameters a step compares goes on, too.
+    assert torch.equal(second.state_dict()["likeness"], straight.state_dict()["likeness"])
     with pytest.raises(InputError, match="state_dict"):
         NoiseScale(nn.Linear(2, 2)).load_state_dict(first.state_dict())
 
@@ -63,12 +66,12 @@ def test_hopeless_data_are_unresolved():
 
 def test_history_keeps_the_newest():
     model, sample = synthetic(10.0)
-    noise = NoiseScale(model, decay=1.0, history=5)
-    run(noise, model, lambda n: sample(n) * 100, 4, [4, 4])
-    run(noise, model, sample, 5, [4, 4])
+    noise = NoiseScale(model, decay=0.2)
+    run(noise, model, lambda n: sample(n) * 1e4, 4, [4, 4])
+    run(noise, model, sample, 6, [4, 4])
     got = noise.estimate()
-    assert got.measurements.item() == 5
-    assert got.noise_trace.item() < 100  # nothing of the hundredfold gradients is left
+    assert got.measurements.item() == 6
+    assert got.noise_trace.item() < 100  # nothing of the huge gradients is left
     noise.reset()
     assert noise.estimate().measurements.item() == 0
 
@@ -104,7 +107,7 @@ def test_skipped_steps_leave_the_forward_passes_alone():
 
 def test_decay_forgets_as_it_says():
     model, sample = synthetic(10.0)
-    noise = NoiseScale(model, decay=0.5, history=40)
+    noise = NoiseScale(model, decay=0.5)
     run(noise, model, sample, 1, [4, 4])
     first = last(noise)[1]
     run(noise, model, sample, 1, [4, 4])

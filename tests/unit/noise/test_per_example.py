@@ -22,15 +22,6 @@ def test_equals_the_loop(positions: int, mode: str, reuse: int, tie: bool):
     ex.assert_measures(ex.Tiny(tie, reuse, mode), ex.rows_of(positions))
 
 
-def test_norm_layers_only():
-    model, batch = ex.Tiny(), ex.rows_of(5)
-    taps = ExampleNorms(model, layers="norm")
-    names = ["norm.weight", "norm.bias", "rms.weight"]
-    assert taps.parameter_names == names
-    expected = ex.looped(model, batch)
-    ex.assert_same(ex.measured(taps, model, batch), {name: expected[name] for name in names})
-
-
 def test_names_are_the_models_own():
     model = ex.Tiny(tie=True)
     assert ExampleNorms(model).parameter_names == [n for n, _ in model.named_parameters()]
@@ -54,18 +45,11 @@ def test_frozen_or_freed_after_the_taps_were_set(positions: int):
     ex.assert_same(ex.measured(taps, model, batch), ex.looped(model, batch))
 
 
-def test_loss_scale_and_several_recordings_add_up():
-    """Micro-batches accumulate until they are popped; a loss scale enters squared."""
-    model, batches = ex.Tiny(), [ex.rows_of(5), ex.rows_of(5, batch=3)]
-    taps = ExampleNorms(model)
-    expected = [ex.looped(model, batch) for batch in batches]
-    for batch in batches:
-        value = 8 * ex.loss_of(model, batch)
-        with taps.recording(len(batch)):
-            value.backward()
-    total = {name: 64 * (expected[0][name] + expected[1][name]) for name in expected[0]}
-    ex.assert_same(taps.pop(), total)
-    assert taps.pop() == {}
+def test_a_loss_scale_enters_squared():
+    model, batch = ex.Tiny(), ex.rows_of(5)
+    expected = {name: 64 * value for name, value in ex.looped(model, batch).items()}
+    found = ex.measured(ExampleNorms(model), model, batch, lambda m, b: 8 * ex.loss_of(m, b))
+    ex.assert_same(found, expected)
 
 
 def test_backward_outside_a_recording_is_not_measured():
@@ -73,7 +57,6 @@ def test_backward_outside_a_recording_is_not_measured():
     taps, plain = ExampleNorms(model), copy.deepcopy(model)
     for m in (model, plain):
         ex.loss_of(m, batch).backward()
-    assert taps.pop() == {}
     ex.assert_same(ex.gradients(model), ex.gradients(plain))
     # The calls that it made are forgotten: nothing is held as if the layers were reused.
     expected = ex.looped(model, batch)
@@ -88,36 +71,35 @@ def test_forward_passes_ahead_of_backward_passes():
     values = [ex.loss_of(model, batch) for batch in batches]
     for value, batch in zip(values, batches, strict=True):
         expected = ex.looped(model, batch)
-        with taps.recording(ex.BATCH):
+        with taps.recording(ex.BATCH) as found:
             value.backward()
-        ex.assert_same(taps.pop(), expected)
+        ex.assert_same(found, expected)
 
 
 def test_two_losses_of_the_same_examples_in_one_recording():
     model, batch = ex.Tiny(), ex.rows_of(5)
     taps, expected = ExampleNorms(model), ex.looped(model, batch)
-    with taps.recording(ex.BATCH):
+    with taps.recording(ex.BATCH) as found:
         first, second = ex.loss_of(model, batch), ex.loss_of(model, batch)
         first.backward()
         second.backward()
     # Each example's gradient is twice as long.
-    ex.assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
+    ex.assert_same(found, {name: 4 * value for name, value in expected.items()})
 
 
 def test_a_second_use_after_the_norm_was_taken_is_refused_once():
     model, batch = ex.Tiny(), ex.rows_of(5)
     taps, expected = ExampleNorms(model), ex.looped(model, batch)
 
-    def twice() -> None:
-        with taps.recording(ex.BATCH):
+    def twice() -> ex.Norms:
+        with taps.recording(ex.BATCH) as found:
             ex.loss_of(model, batch).backward()
             ex.loss_of(model, batch).backward()
+        return found
 
     with pytest.raises(RuntimeError, match=r"`small`.*Remedy: add the losses"):
         twice()
-    assert taps.pop() == {}
-    twice()
-    ex.assert_same(taps.pop(), {name: 4 * value for name, value in expected.items()})
+    ex.assert_same(twice(), {name: 4 * value for name, value in expected.items()})
 
 
 # torch warns of a checkpoint that has nothing to differentiate.

@@ -23,9 +23,8 @@ def test_autocast(dtype: torch.dtype):
     with torch.autocast("cpu", dtype):
         value = ex.loss_of(model, batch)
         assert model[0](batch).dtype == dtype
-        with taps.recording(ex.BATCH):
+        with taps.recording(ex.BATCH) as found:
             value.backward()
-    found = taps.pop()
     assert all(value.dtype == torch.float32 for value in found.values())
     # bfloat16 keeps 8 bits: 2**-8 a rounding, some of them in a row.
     ex.assert_same(found, expected, rtol=0.05, atol=0)
@@ -36,10 +35,10 @@ def test_autocast_around_backward_alone_costs_no_digits():
     model, batch = nn.Linear(16, 4), torch.randn(ex.BATCH, 40, 16)
     expected, taps = ex.looped(model, batch), ExampleNorms(model)
     value = ex.loss_of(model, batch)
-    with torch.autocast("cpu", torch.bfloat16), taps.recording(ex.BATCH):
+    with torch.autocast("cpu", torch.bfloat16), taps.recording(ex.BATCH) as found:
         value.backward()
     # float32 sums of 640 terms; bfloat16 would be off by 1e-3.
-    ex.assert_same(taps.pop(), expected, rtol=1e-5, atol=0)
+    ex.assert_same(found, expected, rtol=1e-5, atol=0)
 
 
 def test_in_place_operations_and_views_after_a_layer():
@@ -70,9 +69,9 @@ def test_inputs_saved_through_hooks():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0]):
         value = ex.loss_of(model, batch)
-    with taps.recording(ex.BATCH):
+    with taps.recording(ex.BATCH) as found:
         value.backward()
-    ex.assert_same(taps.pop(), expected)
+    ex.assert_same(found, expected)
     assert any(x is batch for x in packed)
 
 
@@ -94,9 +93,9 @@ def test_measured_gradients_can_be_differentiated(positions: int):
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
     plain, batch = copy.deepcopy(model), torch.randn(ex.BATCH, positions, 6)
     expected, taps = ex.looped(model, batch), ExampleNorms(model)
-    with taps.recording(ex.BATCH):
+    with taps.recording(ex.BATCH) as found:
         grads = torch.autograd.grad(ex.loss_of(model, batch), model.parameters(), create_graph=True)
-    ex.assert_same(taps.pop(), expected)
+    ex.assert_same(found, expected)
     grads_of_plain = torch.autograd.grad(
         ex.loss_of(plain, batch), plain.parameters(), create_graph=True
     )
@@ -121,9 +120,9 @@ def test_copies_and_saved_models_carry_no_taps():
     buffer = io.BytesIO()
     torch.save(model, buffer)
     clone = copy.deepcopy(model)
-    with taps.recording(ex.BATCH):
+    with taps.recording(ex.BATCH) as found:
         ex.loss_of(clone, batch).backward()
-    assert taps.pop() == {}
+    assert found == {}
     assert clone(batch).grad_fn is not None
     assert b"ExampleNorms" not in buffer.getvalue()
 
@@ -148,7 +147,8 @@ def test_switched_off_and_removed():
     assert ex.measured(taps, model, batch) == {}
     assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedOutputBackward"
     taps.enabled = True
-    taps.remove()
+    for handle in taps.handles:
+        handle.remove()
     assert model.mix(torch.zeros(1, 14, ex.WIDTH)).grad_fn.name() != "_TappedOutputBackward"
     assert all(not m._forward_hooks for m in model.modules())
     assert all(not p._backward_hooks for p in model.parameters())

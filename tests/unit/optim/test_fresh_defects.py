@@ -3,13 +3,14 @@
 import copy
 import warnings
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam, skipping
 from steadygrad.optim.skipping import SkipMonitor
 
 KINDS = [LAMB, LANS, ScaledAdam]
@@ -104,9 +105,9 @@ def test_a_parameter_that_took_no_part_is_as_it_was_for_autograd(kind, mode, dty
 
 def looked(*counts, ready=True):
     """Warnings of a monitor that looks at these counts, one interval after the other."""
-    monitor = SkipMonitor("LANS")
-    monitor._copy = lambda count: (count.clone(), SimpleNamespace(query=lambda: ready))
-    with warnings.catch_warnings(record=True) as found:
+    monitor, event = SkipMonitor("LANS"), SimpleNamespace(query=lambda: ready)
+    copied = lambda count: SimpleNamespace(numbers=count.clone(), event=event)  # noqa: E731
+    with patch.object(skipping, "HostCopy", copied), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for count in counts:
             monitor._look(torch.tensor(float(count)), 100)
