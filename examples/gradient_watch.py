@@ -26,7 +26,7 @@ for step in range(20):
     loss = F.cross_entropy(model(x), labels)
     loss.backward()
     if step == 0:
-        print({name: round(value, 3) for name, value in watch.norms().by_group.items()})
+        print({name: round(value, 3) for name, value in watch.norms().items()})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if norm.isfinite():
         optimizer.step()

@@ -6,19 +6,17 @@ outputs are dataclasses) and classes that are registered with torch's pytree.
 
 import copy
 import dataclasses
-from collections import UserDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from steadygrad._checks import InputError
 
-__all__ = ["attributes", "row_counts", "take_rows", "tree_map_tensors", "tree_tensors"]
+__all__ = ["attributes", "tree_map_tensors", "tree_tensors"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
@@ -97,62 +95,6 @@ def attributes(leaf: Any) -> list[Any]:
         names = [field.name for field in dataclasses.fields(leaf)]
         return [getattr(leaf, name) for name in names if hasattr(leaf, name)]
     return [value for value in getattr(leaf, "__dict__", {}).values() if isinstance(value, Tensor)]
-
-
-def row_counts(nest: Any) -> list[int]:
-    """Lengths of the tensors, arrays and lists in a nest; those in a list come before its own."""
-    if isinstance(nest, Mapping):
-        inner = [*nest.values()]
-    else:
-        inner = [*nest] if isinstance(nest, (list, tuple)) else attributes(nest)
-    found = [count for part in inner for count in row_counts(part)]
-    return [*found, _rows(nest)] if _rows(nest) >= 0 else found
-
-
-def take_rows(nest: Any, count: int, rows: Tensor) -> Any:
-    """Copies of some of the ``count`` rows of everything in a nest; numbers and texts are kept.
-
-    A list is taken as a row for each item, unless its items have rows themselves.
-
-    Raises:
-        LookupError: If something has not as many rows; the message says what.
-    """
-
-    def is_cut(part: Any) -> bool:
-        is_nest = type(part) not in (list, tuple) or all(_rows(x) == count for x in part)
-        return not is_nest and (len(part) == count or all(map(_is_plain, part)))
-
-    def take(part: Any) -> Any:
-        if isinstance(part, UserDict):
-            twin = copy.copy(part)
-            twin.data = walk(part.data)
-            return twin
-        if _is_record(part):
-            return _rebuild_record(part, walk)
-        if _is_plain(part):
-            return part
-        if _rows(part) != count:
-            size = f" of length {_rows(part)}" if _rows(part) >= 0 else ""
-            raise LookupError(type(part).__name__ + size)
-        if isinstance(part, Tensor):
-            chosen = part.detach().index_select(0, rows.to(part.device))
-            return chosen.requires_grad_(part.requires_grad)
-        is_array = isinstance(part, np.ndarray)
-        return part[rows.numpy()] if is_array else type(part)(part[i] for i in rows.tolist())
-
-    walk = partial(_pytree.tree_map, take, is_leaf=is_cut)
-    return walk(nest)
-
-
-def _rows(part: Any) -> int:
-    """The length of a tensor, array or list; -1 for anything else."""
-    is_array = isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0
-    return len(part) if is_array or type(part) in (list, tuple) else -1
-
-
-def _is_plain(part: Any) -> bool:
-    # Attributes of some mappings are their items.
-    return isinstance(part, _PLAIN) or (hasattr(type(part), "ndim") and part.ndim == 0)
 
 
 def _is_record(leaf: Any) -> bool:

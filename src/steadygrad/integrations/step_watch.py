@@ -24,7 +24,7 @@ class StepWatch(GradientWatch):
 
     def step(self) -> None:
         """Looks at the step's gradients, which waits for the device; every process must call it."""
-        broken = not math.isfinite(self.norms().total)
+        broken = not math.isfinite(math.hypot(*self.norms().values()))
         finding = self.report() if broken and not self._broken else None
         self._broken = broken
         if finding is not None:

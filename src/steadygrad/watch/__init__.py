@@ -5,12 +5,11 @@ It finds the first non-finite tensor, norms of sharded gradients, and mistakes o
 
 from steadygrad.watch.accumulation import AccumulationCheck, Window, check_accumulation
 from steadygrad.watch.finding import Finding
-from steadygrad.watch.gradient_watch import GradientNorms, GradientWatch
+from steadygrad.watch.gradient_watch import GradientWatch
 
 __all__ = [
     "AccumulationCheck",
     "Finding",
-    "GradientNorms",
     "GradientWatch",
     "Window",
     "check_accumulation",

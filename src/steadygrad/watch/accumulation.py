@@ -7,19 +7,17 @@ found by least squares; comparing them names the bug.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from steadygrad._checks import InputError, check_count, shown
-from steadygrad._names import plain_name
-from steadygrad._nests import row_counts, take_rows
 from steadygrad.numerics import exact
 from steadygrad.shards import PackedSum, local
 from steadygrad.watch.passes import values
@@ -28,6 +26,8 @@ __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 
 # Elements of a parameter whose inner products are taken at a time.
 _CHUNK = 2**20
+# Parts of a batch that are no containers.
+_KEPT = (Tensor, int, float, str, type(None))
 # A factor that no binary type holds exactly: a loss with it has other roundings all the way back.
 _FACTOR = 0.7
 # Gradients before those of the micro-batches: the whole batch's, the loop's, the whole batch's
@@ -43,7 +43,6 @@ class Window:
         sizes: Samples of each micro-batch.
         ratio: Norm of the accumulated gradient over that of the whole batch's.
         cosine: Cosine of the angle between them.
-        layers: Ratio and cosine of each module that has weights.
         bug: Name of the bug; empty where both are equal.
         words: Description of the bug, and the remedy.
     """
@@ -52,7 +51,6 @@ class Window:
     sizes: tuple[int, ...]
     ratio: float
     cosine: float
-    layers: Mapping[str, tuple[float, float]]
     bug: str
     words: str
 
@@ -85,25 +83,22 @@ def check_accumulation(
     *,
     accumulate: Callable[[Sequence[Any]], object] | None = None,
     micro_batches: int = 4,
-    split: Callable[[Any, Tensor], Any] | None = None,
-    samples: int | None = None,
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
-    Weights, ``.grad``, buffers and random numbers are afterwards as they were. Dropout is turned
-    off meanwhile. The memory is that of ``2 * micro_batches + 12`` gradients.
+    Weights, ``.grad``, buffers and random numbers are afterwards as they were. With dropout the
+    loss is random: call ``model.eval()`` before. The memory is that of ``2 * micro_batches + 12``
+    gradients.
 
     Args:
         model: The model.
         loss_fn: ``(model, batch) -> loss``, the loss of a batch as it should be, shape ``()``.
-        batch: A nest of tensors, arrays and lists with a row for each sample, or anything that
-            ``split`` cuts. Numbers, texts and tensors without dimensions are kept.
+        batch: Dicts and tuples of tensors with a row for each sample. Numbers, texts and tensors
+            without dimensions are kept. For all else hand over the samples' indices, as a tensor,
+            and let ``loss_fn`` and the loop collate.
         accumulate: The loop's own window: is given the micro-batches, and calls ``backward`` on
             each. Default: ``(loss_fn(model, micro) / len(micros)).backward()``.
         micro_batches: Micro-batches of a whole window, as the loop is set.
-        split: ``(batch, indices) -> micro_batch``, which has the samples ``indices``, int64 with
-            shape ``(n,)``. Default: rows, where everything in the batch has as many.
-        samples: Samples in the batch. Default: its rows; with ``split`` ``2 * micro_batches``.
 
     Returns:
         A window for each cut whose samples have a gradient; none beside one that shows that the
@@ -117,10 +112,8 @@ def check_accumulation(
     least = 2 * check_count("micro_batches", micro_batches, low=2)
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("Parameter `model` should have weights that require a gradient.")
-    if samples is not None:
-        check_count("samples", samples, low=least, remedy="fewer micro-batches")
-    count = (samples or least) if split else _count(batch, least, samples)
-    part = partial(split, batch) if split else partial(take_rows, batch, count)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    count = _count(batch, least)
 
     def by_mean(micros: Sequence[Any]) -> None:
         for micro in micros:
@@ -128,26 +121,17 @@ def check_accumulation(
 
     windows: list[Window] = []
     with _as_it_was(model) as put_back:
-        check = _Check(model, loss_fn, accumulate or by_mean, part, not split, put_back)
-        check.gradient(torch.arange(count, device="cpu"))
-        changed = put_back()
+        check = _Check(model, loss_fn, accumulate or by_mean, batch, micro_batches, put_back)
         for name, sizes in _cuts(count, micro_batches).items():
-            window = check.window(name, sizes, micro_batches)
-            if window.bug == "random" and not windows:
-                _settle(model, changed)
-                # A loss that only the training mode has stays random.
-                with suppress(Exception):
-                    window = check.window(name, sizes, micro_batches)
-            # Samples without labels, say.
-            if window.bug == "nothing" and windows:
-                continue
-            if window.bug in ("nothing", "unknown"):
+            window = check.window(name, sizes)
+            if window.bug != "nothing":
+                # Of the loss, not of the loop: other windows fit by chance, or show nothing new.
+                windows = [*(windows if window.bug != "batch" else ()), window]
+            elif not windows:
                 raise InputError(
                     "Expected finite gradients, not all of them zero. Found others, in the window "
                     f"of {name}. Remedy: GradientWatch(model) names the layer."
                 )
-            # Of the loss, not of the loop: other windows fit by chance, or would show nothing new.
-            windows = [*(windows if window.bug != "batch" else ()), window]
             if window.bug in ("random", "batch", "rounding"):
                 break
     return AccumulationCheck(windows)
@@ -155,80 +139,77 @@ def check_accumulation(
 
 def _cuts(count: int, parts: int) -> dict[str, list[int]]:
     """Sizes of micro-batches by the name of the way in which they are cut."""
-    # Those of ragged ones grow by equal steps, as nearly as whole numbers do.
-    growth = (count - parts) / (parts * (parts + 1))
-    ends = [i + round(growth * i * (i + 1)) for i in range(parts + 1)]
-    equal = [count // parts] * parts
+    equal, one = [count // parts] * parts, [1] * parts
     return {
         "equal micro-batches": equal,
-        "one sample at a time": [1] * (2 * parts),
-        "ragged micro-batches": [stop - start for start, stop in pairwise(ends)],
-        "short last window": equal[:-1],
+        "one sample at a time": [*one, *one],
+        "ragged micro-batches": [*one[1:], count - parts + 1],
+        "short last window": equal[1:],
     }
 
 
-def _count(batch: Any, least: int, given: int | None) -> int:
-    """The number of a nest's samples: a length of at least ``least`` that all that it holds has."""
-    lengths = row_counts(batch) if given is None else [given]
-    found = str(lengths[0]) if lengths else type(batch).__name__
-    for count in dict.fromkeys(length for length in lengths if length >= least):
-        try:
-            take_rows(batch, count, torch.arange(0, device="cpu"))
-        # Sparse and nested tensors of some kinds cannot be cut.
-        except (LookupError, RuntimeError) as error:
-            found = f"{str(error).splitlines()[0]} beside {count} samples"
-        else:
-            return count
-    raise _not_samples(found, least)
+def _count(batch: Any, least: int) -> int:
+    """The number of a nest's samples: the length of all that it holds."""
+    leaves = _pytree.tree_leaves(batch, is_leaf=lambda part: isinstance(part, list))
+    lengths = {len(x) for x in leaves if isinstance(x, Tensor) and x.ndim}
+    others = [type(x).__name__ for x in leaves if not isinstance(x, _KEPT)]
+    if others or len(lengths) != 1 or min(lengths) < least:
+        raise _not_samples(", ".join(others or map(str, sorted(lengths))) or "no tensor", least)
+    return lengths.pop()
+
+
+def _take(rows: Tensor, part: Any) -> Any:
+    """Copies of some rows of a tensor; anything else as it is."""
+    if not isinstance(part, Tensor) or not part.ndim:
+        return part
+    chosen = part.detach().index_select(0, rows.to(part.device))
+    return chosen.requires_grad_(part.requires_grad)
 
 
 def _not_samples(found: str, least: int) -> InputError:
     return InputError(
         f"Parameter `batch` should hold at least {least} samples, one in each row of all its "
-        f"tensors, arrays and lists, in any order. Found {found}. Remedy: a larger batch; or "
-        "`split=`, a function from the batch and indices to a micro-batch of these samples."
+        f"tensors, in dicts and tuples. Found {found}. Remedy: a larger batch; or a tensor of the "
+        "samples' indices, which `loss_fn` and the loop collate."
     )
 
 
 @dataclass
 class _Check:
-    """Takes gradients of windows; ``part`` makes a micro-batch, of rows if ``is_cut``."""
+    """Takes gradients of windows of a batch, where ``whole`` micro-batches are set."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
     loop: Callable[[Sequence[Any]], object]
-    part: Callable[[Tensor], Any]
-    is_cut: bool
-    put_back: Callable[[], list[Tensor]]
+    batch: Any
+    whole: int
+    put_back: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self.layers = [plain_name(name).rpartition(".")[0] for name, _ in named]
-        self.parameters = [p for _, p in named]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sum = PackedSum(self.parameters)
 
-    def window(self, name: str, sizes: Sequence[int], whole: int) -> Window:
-        """Compares a window of ``sizes`` where ``whole`` micro-batches are set."""
+    def window(self, name: str, sizes: Sequence[int]) -> Window:
+        """Compares a window of micro-batches of some sizes."""
         rows = torch.arange(sum(sizes), device="cpu")
         micros = rows.split([*sizes])
         try:
             again, scaled = self.gradient(rows), self.gradient(rows, _FACTOR)
             full, *parts = [self.gradient(own) for own in (rows, *micros)]
         except Exception as error:
-            if not self.is_cut:
-                raise
-            raise _not_samples(f"{shown(error)}, in {name}", 2 * whole) from error
+            raise _not_samples(f"{shown(error)}, in {name}", 2 * self.whole) from error
         used = self.left_by(lambda: self.loop([self.part(own) for own in micros]))
-        stepped = any(isinstance(changed, nn.Parameter) for changed in self.put_back())
         products = self.products([full, used, again, scaled, *parts])
-        bug = "steps" if stepped else self.bug(products.sum(-1), whole)
-        ratio, cosine = _ratio_and_cosine(products.sum(-1))
-        layers = {
-            layer: _ratio_and_cosine(products[..., [n == layer for n in self.layers]].sum(-1))
-            for layer in dict.fromkeys(self.layers)
-        }
-        words = _WORDS.get(bug, "").format(parts=len(sizes), whole=whole, ratio=ratio)
-        return Window(name, tuple(sizes), ratio, cosine, layers, bug, words)
+        # Roundings of adding up ``.grad`` in its own type.
+        adding = max(torch.finfo(p.dtype).eps for p in self.parameters)
+        bug = "steps" if self.put_back() else _bug(products, self.whole, adding)
+        ratio, cosine = _ratio_and_cosine(products)
+        words = _WORDS[bug].format(parts=len(sizes), whole=self.whole, ratio=ratio)
+        return Window(name, tuple(sizes), ratio, cosine, bug, words)
+
+    def part(self, rows: Tensor) -> Any:
+        """Copies of some samples, which the loss may change."""
+        return _pytree.tree_map(partial(_take, rows), self.batch)
 
     def left_by(self, work: Callable[[], object]) -> list[Tensor]:
         """Copies of this process's parts of the gradients that some work leaves, all real."""
@@ -244,66 +225,63 @@ class _Check:
         return self.left_by(lambda: torch.autograd.backward(factor * self.loss(self.model, batch)))
 
     def products(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Inner products on all ranks together, with shape ``(vectors, vectors, parameters)``."""
+        """Inner products over all parameters on all ranks, with shape ``(vectors, vectors)``."""
         columns = []
         for tensors in zip(*vectors, strict=True):
             pieces = zip(*(x.reshape(-1).split(_CHUNK) for x in tensors), strict=True)
             rows = (torch.stack(piece).to(exact(piece[0].device)) for piece in pieces)
             columns.append(torch.stack([x @ x.T for x in rows]).sum(0))
         products = torch.stack(columns, dim=-1)
-        return self.sum.of_all(products.flatten(0, 1)).cpu().view(products.shape)
+        return self.sum.of_all(products.flatten(0, 1)).sum(-1).cpu().view(products.shape[:2])
 
-    def bug(self, products: Tensor, whole: int) -> str:
-        """Name of the bug of a window."""
-        parts, lengths, square = len(products) - _PARTS, products.diagonal(), products[0, 0]
-        if not 0 < float(square + lengths[_AGAIN]) < math.inf:
-            return "unknown" if square else "nothing"
-        # A micro-batch without a gradient, as one without labels, says nothing of its weight.
-        least = 1e-12 * float(lengths[_PARTS:].nan_to_num(0, 0, 0).max())
-        seen = [i for i in range(parts) if least < float(lengths[_PARTS + i]) < math.inf]
-        (right, left), (used, unused) = (_fit(products, seen, i) for i in (_WHOLE, _USED))
-        again, scaled = (
-            _share(square + lengths[i] / factor**2 - 2 * products[_WHOLE, i] / factor, square)
-            for i, factor in ((_AGAIN, 1.0), (_SCALED, _FACTOR))
-        )
-        # Far below any bug, and far above the roundings of sums in another order and of adding up
-        # ``.grad`` in its own type.
-        adding = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
-        # Roundings of the parts, together, are no larger than the whole batch's.
-        tolerance = max(floor, 4 * scaled)
-        # Random numbers look like large roundings, but come with the same factor too.
-        if again > max(floor, scaled / 4):
-            return "random"
-        # Half of the smallest bug: one micro-batch too few.
-        if tolerance > 0.5 / whole:
-            return "rounding"
-        ratio, cosine = _ratio_and_cosine(products)
-        near = partial(math.isclose, rel_tol=tolerance)
-        if not math.isfinite(ratio):
-            return "overflow"
-        if near(ratio, 1) and near(cosine, 1):
-            return ""
-        if left > tolerance:
-            return "batch"
-        if unused > tolerance:
-            return "other"
-        if float(used.abs().min()) <= tolerance * float(used.abs().max()):
-            return "lost"
-        is_even, should_be_even = (
-            float((x - x.mean()).abs().max() / x.abs().max()) <= tolerance for x in (used, right)
-        )
-        if not near(cosine, 1) or (is_even and not should_be_even):
-            return "means" if is_even else "weights"
-        factors = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
-        return next((bug for bug, factor in factors.items() if near(ratio, factor)), "factor")
+
+def _bug(products: Tensor, whole: int, adding: float) -> str:
+    """Name of the bug of a window, by the products of its gradients."""
+    parts, lengths, square = len(products) - _PARTS, products.diagonal(), products[0, 0]
+    if not 0 < float(square + lengths[_AGAIN]) < math.inf:
+        return "nothing"
+    # A micro-batch without a gradient, as one without labels, says nothing of its weight.
+    least = 1e-12 * float(lengths[_PARTS:].nan_to_num(0, 0, 0).max())
+    seen = [i for i in range(parts) if least < float(lengths[_PARTS + i]) < math.inf]
+    (right, left), (used, unused) = (_fit(products, seen, i) for i in (_WHOLE, _USED))
+    again, scaled = (
+        _share(square + lengths[i] / factor**2 - 2 * products[_WHOLE, i] / factor, square)
+        for i, factor in ((_AGAIN, 1.0), (_SCALED, _FACTOR))
+    )
+    # Far below any bug, and far above the roundings of sums in another order.
+    floor = max(math.sqrt(torch.finfo(torch.float32).eps), 4 * adding)
+    # Roundings of the parts, together, are no larger than the whole batch's.
+    tolerance = max(floor, 4 * scaled)
+    # Random numbers look like large roundings, but come with the same factor too.
+    if again > max(floor, scaled / 4):
+        return "random"
+    # Half of the smallest bug: one micro-batch too few.
+    if tolerance > 0.5 / whole:
+        return "rounding"
+    ratio, cosine = _ratio_and_cosine(products)
+    near = partial(math.isclose, rel_tol=tolerance)
+    if not math.isfinite(ratio):
+        return "overflow"
+    if near(ratio, 1) and near(cosine, 1):
+        return ""
+    if left > tolerance:
+        return "batch"
+    if unused > tolerance:
+        return "other"
+    if float(used.abs().min()) <= tolerance * float(used.abs().max()):
+        return "lost"
+    is_even, should_be_even = (
+        float((x - x.mean()).abs().max() / x.abs().max()) <= tolerance for x in (used, right)
+    )
+    if not near(cosine, 1) or (is_even and not should_be_even):
+        return "means" if is_even else "weights"
+    factors = {"sum": parts, "twice": 1 / parts, "short": parts / whole}
+    return next((bug for bug, factor in factors.items() if near(ratio, factor)), "factor")
 
 
 def _ratio_and_cosine(products: Tensor) -> tuple[float, float]:
-    """Ratio and cosine of the loop's gradient to the whole batch's; 1 and 1 for two zeros."""
+    """Ratio and cosine of the loop's gradient to the whole batch's."""
     whole, used = products[_WHOLE, _WHOLE].sqrt(), products[_USED, _USED].sqrt()
-    if float(whole) == float(used) == 0.0:
-        return 1.0, 1.0
     return float(used / whole), float(products[_WHOLE, _USED] / (whole * used))
 
 
@@ -321,53 +299,41 @@ def _share(square: Tensor, whole: Tensor) -> float:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
-    """Puts all back at the end; the function puts weights and buffers back, and returns which."""
+def _as_it_was(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Puts all back at the end; the function puts weights and buffers back: had weights changed?"""
     grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    # Buffers by their names: a forward pass may put another tensor in one's place.
-    places: list[tuple[Any, str, Tensor | None]] = [({"": p}, "", p) for p, *_ in grads]
-    places += [(m._buffers, name, x) for m in model.modules() for name, x in m._buffers.items()]
-    kept = [(place, name, x, x.detach().clone()) for place, name, x in places if x is not None]
-    modes = [(m, m.training) for m in model.modules()]
+    # Buffers by their places: a forward pass may put another tensor in one's.
+    places: list[dict[str, Any]] = [dict(model.named_parameters())]
+    places += [module._buffers for module in model.modules()]
+    held = [(place, name, x) for place in places for name, x in place.items() if x is not None]
+    copies = [x.detach().clone() for *_, x in held]
 
     @torch.no_grad()
-    def put_back() -> list[Tensor]:
-        changed = []
-        for holder, name, tensor, was in kept:
+    def put_back() -> bool:
+        stepped = False
+        for (place, name, x), was in zip(held, copies, strict=True):
             # Written only where they differ: graphs that hold them stay valid.
-            alike = torch.equal(local(tensor.detach()), local(was))
-            if not alike or holder[name] is not tensor:
-                holder[name] = tensor.copy_(was)
-                changed.append(tensor)
-        return changed
+            if not torch.equal(local(x.detach()), local(was)):
+                x.copy_(was)
+                stepped = stepped or isinstance(x, nn.Parameter)
+            place[name] = x
+        return stepped
 
     # The loop's own ``model.train()`` changes nothing.
     stay = patch.object(model, "train", lambda mode=True: model)
     try:
         with stay, torch.random.fork_rng():
-            for p, *_ in grads:
-                p.grad = None
             yield put_back
     finally:
         put_back()
         for p, grad, is_trained in grads:
             p.requires_grad_(is_trained).grad = grad
-        for module, training in modes:
-            module.training = training
-
-
-def _settle(model: nn.Module, changed: Sequence[Tensor]) -> None:
-    """Turns dropout off: evaluation mode, but for modules with statistics, which a pass changed."""
-    statistics = {*map(id, changed)}
-    for module in model.modules():
-        own = (*module._buffers.values(), *module._parameters.values())
-        if statistics.isdisjoint(map(id, own)):
-            module.training = False
 
 
 _WORDS = {
     "": "The same gradient.",
-    "random": "The loss is random. Remedy: turn off what each pass draws or changes.",
+    "nothing": "",
+    "random": "The loss is random. Remedy: turn dropout off (model.eval()).",
     "rounding": "Roundings are too large. Remedy: the check in float32, or earlier in training.",
     "batch": "A sample's loss depends on the other samples (BatchNorm), or it is no sample.",
     "steps": "The loop changes the weights, which were put back. Remedy: leave the step out.",

@@ -1,4 +1,4 @@
-"""The first fault of a pass: a search through the tensors that it made."""
+"""What the forward and the backward pass of a batch saw, and the first fault in it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Finding", "Habits", "Seen", "first_fault", "is_finite"]
+__all__ = ["Evidence", "Finding", "Habits", "Seen", "is_finite"]
 
 # Rows that a finding lists at most.
 _MOST_ROWS = 16
@@ -21,8 +21,7 @@ class Seen:
     Attributes:
         value, gradient: True if finite, None if not seen, else numbers, one a row or one in all,
             that are finite exactly where it is.
-        second: Its gradient in a later backward pass, if the loss contains its first one.
-        takers: Modules that were handed this very tensor; None if unknown.
+        takers: Modules that were handed this very tensor.
         returned: Whether the model returned it, so that its gradient is the loss's as well.
     """
 
@@ -30,10 +29,8 @@ class Seen:
     name: str
     value: Any = True
     gradient: Any = None
-    second: Any = None
-    takers: list[str] | None = field(default_factory=list)
+    takers: list[str] = field(default_factory=list)
     returned: bool = False
-    time: Any = 0
 
     def __str__(self) -> str:
         name = repr(self.name) if self.name else "the model"
@@ -42,19 +39,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first fault of a batch, and its neighbours.
+    """The first fault of a batch, and what was finite before it.
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
-            ``"parameter"``: the place where something first was not finite. ``"left"``: a gradient
-            that is not finite though no pass since the last report made it so. ``"unseen"``: the
-            watch has seen no forward pass. ``"unknown"``: a gradient that is not finite, and what
-            was seen does not say why.
+            ``"parameter"``: the place where something first was not finite. ``"unseen"``: a
+            gradient that is not finite though no pass since the last report was seen to make it so.
+            ``"unknown"``: a gradient that is not finite, and what was seen does not say why.
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code, and where it is not known.
         seen_in: The tensor in which it was seen, in words.
         finite_before: The last tensor before it that was finite; empty for none.
-        finite_after: The next tensor that was finite; empty for none.
         batch: Index of the batch: forward passes with gradients since the watch was made.
         rank: The process.
         last: Index of the last batch in the unbroken row of faults that begins with it.
@@ -66,7 +61,6 @@ class Finding:
     name: str
     seen_in: str
     finite_before: str = ""
-    finite_after: str = ""
     batch: int = -1
     rank: int = 0
     last: int = -1
@@ -75,14 +69,13 @@ class Finding:
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """One paragraph: the culprit, then what is finite on either side."""
+        """One paragraph: the culprit, and the evidence."""
         batch = f"Batch {self.batch}" if self.batch >= 0 else "No batch"
         rows = f", row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))}"
         return (
             f"{batch}, rank {self.rank}: {self.cause}. "
             f"First not finite: {self.seen_in}{rows if self.rows else ''}. "
-            f"Finite before it: {self.finite_before or 'nothing'}. "
-            f"Finite after it: {self.finite_after or 'nothing'}."
+            f"Finite before it: {self.finite_before or 'nothing'}."
         )
 
     @property
@@ -108,9 +101,9 @@ _CAUSES = {
     "loss": "the loss is at fault: the model's outputs are finite, their gradient is not",
     "gradient": "the backward pass of {} made a gradient that is not finite",
     "parameter": "the gradient of {} is not finite, though that of its module's output is",
-    "left": "the gradient of {} is not finite, and no pass since the last report made it so",
-    "unseen": "the gradient of {} is not finite, and the watch has seen no forward pass: it was "
-    "made before torch.compile or after the forward pass, or the loop calls another module",
+    "unseen": "the gradient of {} is not finite, and no pass since the last report made it so: it "
+    "was left from before; or the watch was made before torch.compile or after the forward pass, "
+    "or the loop calls another module",
     "unknown": "a gradient is not finite, and what was seen does not say why",
 }
 
@@ -143,139 +136,141 @@ def is_finite(found: Any) -> bool:
     return bool(found.isfinite().all()) if isinstance(found, Tensor) else found is not False
 
 
-def first_fault(
-    seen: Sequence[Seen],
-    entries: Sequence[Seen],
-    called: set[str],
-    weights: Sequence[str],
-    habits: Habits,
-    broken: Sequence[str],
-) -> Finding | None:
-    """Finds the first non-finite value of a pass; None if all are finite.
+@dataclass(eq=False)
+class Evidence:
+    """What the forward and the backward pass of one batch saw.
 
-    Forward comes first: a layer whose input is not finite has a weight gradient of 0 * NaN, though
-    all gradients at outputs are finite. ``weights`` are those that are not finite, and ``broken``
-    those whose gradients the pass made non-finite.
+    Attributes:
+        batch: Index of the batch.
+        seen: Tensors in the order of the forward pass; the batch is the first one.
+        entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
+        called: Modules that were called.
+        weights, gradients: Those of all parameters after a pass that may need to be explained.
+        twice: Whether the loss contains gradients.
     """
-    bad = [i for i, one in enumerate(seen) if not is_finite(one.value)]
-    nan = [i for i in bad if _sort(seen[i].value) == "nan"]
-    new = [i for i in bad if not habits.has(seen[i])]
-    for number, at in enumerate(new, 1):
-        if not _is_absorbed(seen, at, new[number:]):
-            # A module that is handed NaN is not to blame for giving it.
-            handed = (i for i in nan if i < at and seen[at].name in (seen[i].takers or ()))
-            return _in_forward(seen, next(handed, at), called, weights, order=0)
-    found = _in_backward(seen, entries, called)
-    # Else a guess: a value that was thought to do no harm.
-    guess = sorted({*new, *nan})
-    if found is None and guess and (new or broken):
-        return _in_forward(seen, guess[0], called, weights, order=2)
-    return _of_parameter(broken[0], seen) if found is None and broken else found
 
+    batch: int
+    seen: list[Seen]
+    entries: list[Seen] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    weights: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    twice: bool = False
 
-def _is_absorbed(seen: Sequence[Seen], at: int, later: Sequence[int]) -> bool:
-    """Whether finite values were made of it, and it is a mask's infinity, or of the batch.
+    def first_fault(self, habits: Habits, broken: Sequence[str]) -> Finding | None:
+        """Finds the first non-finite value; None if all are finite.
 
-    ``later`` are those that are not finite either. The batch may be the reason of the first of
-    them, unless that was made of finite tensors.
-    """
-    gave = [one for one in seen if one.what == "output" and one.name in (seen[at].takers or ())]
-    if at:
-        fine = bool(gave) and _sort(seen[at].value) == "-inf"
-    else:
-        gave = gave or [*seen[1:2]]
-        took = _took(seen, seen[later[0]].name) if later else gave
-        fine = bool(took) and all(is_finite(one.value) for one in took)
-    return fine and all(is_finite(one.value) for one in gave)
+        Forward comes first: a layer whose input is not finite has a weight gradient of 0 * NaN,
+        though all gradients at outputs are finite. ``broken`` are the parameters whose gradients
+        the pass made non-finite.
+        """
+        bad = [i for i, one in enumerate(self.seen) if not is_finite(one.value)]
+        nan = [i for i in bad if _sort(self.seen[i].value) == "nan"]
+        new = [i for i in bad if not habits.has(self.seen[i])]
+        for number, at in enumerate(new, 1):
+            if not self._is_absorbed(at, new[number:]):
+                # A module that is handed NaN is not to blame for giving it.
+                name = self.seen[at].name
+                handed = (i for i in nan if i < at and name in self.seen[i].takers)
+                return self._in_forward(next(handed, at), order=0)
+        found = self._in_backward()
+        # Else a guess: a value that was thought to do no harm.
+        guess = sorted({*new, *nan})
+        if found is None and guess and (new or broken):
+            return self._in_forward(guess[0], order=2)
+        return self._of_parameter(broken[0]) if found is None and broken else found
 
+    def _is_absorbed(self, at: int, later: Sequence[int]) -> bool:
+        """Whether finite values were made of it, and it is a mask's infinity, or of the batch.
 
-def _took(seen: Sequence[Seen], name: str) -> list[Seen]:
-    return [one for one in seen if name in (one.takers or ())]
+        ``later`` are those that are not finite either. The batch may be the reason of the first of
+        them, unless that was made of finite tensors.
+        """
+        one = self.seen[at]
+        gave = [x for x in self.seen if x.what == "output" and x.name in one.takers]
+        if at:
+            fine = bool(gave) and _sort(one.value) == "-inf"
+        else:
+            gave = gave or self.seen[1:2]
+            took = self._taken_by(self.seen[later[0]].name) if later else gave
+            fine = bool(took) and all(is_finite(x.value) for x in took)
+        return fine and all(is_finite(x.value) for x in gave)
 
+    def _taken_by(self, name: str) -> list[Seen]:
+        return [one for one in self.seen if name in one.takers]
 
-def _of_parameter(name: str, seen: Sequence[Seen]) -> Finding:
-    """Blames a parameter if what its module took, and the gradient of what it gave, are finite."""
-    owner = name.rpartition(".")[0]
-    gave = [one for one in seen if one.what == "output" and one.name == owner]
-    sure = any(one.gradient is not None for one in gave)
-    sure = sure and all(one.second is None and is_finite(one.gradient) for one in gave)
-    sure = sure and all(is_finite(one.value) for one in (*_took(seen, owner), *gave))
-    kind, culprit = ("parameter", name) if sure else ("unknown", "")
-    return Finding(kind, culprit, f"the gradient of {name!r}")
+    def _in_forward(self, at: int, order: int) -> Finding:
+        one = self.seen[at]
+        kind, name = str(one.what), one.name
+        if kind == "input":
+            # No module gave it, so the code around this one did.
+            kind, name = "output", self._around(name)
+        weights = [n for n, found in self.weights.items() if not is_finite(found)]
+        own = [n for n in weights if kind == "output" and self._around(n) == name]
+        kind, name = ("weight", own[0]) if own else (kind, name)
+        before = next((str(x) for x in reversed(self.seen[:at]) if is_finite(x.value)), "")
+        return self._finding(kind, name, str(one), before, (order, at, not own), one.value)
 
+    def _in_backward(self) -> Finding | None:
+        signals = [one for one in reversed(self.seen) if one.gradient is not None]
+        finite = [is_finite(one.gradient) for one in signals]
+        entered = (x for x in self.entries if is_finite(x.value) and not is_finite(x.gradient))
+        # In a loss of gradients the model's own, which came first, are its reason.
+        entry = next(entered, None) if all(finite) or not self.twice else None
+        at = finite.index(False) if False in finite else 0
+        if entry is None and all(finite):
+            return None
+        bad = signals[at] if entry is None else entry
+        before = f"the gradient at {signals[at - 1]}" if at else ""
+        if entry is not None:
+            kind, name = "loss" if entry.returned else "unknown", ""
+            where = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
+        else:
+            kind, name = self._backward_culprit(signals, at)
+            where = f"the gradient at {bad}"
+        if kind == "loss":
+            # What came before is the forward pass.
+            where, before = "the gradient at the output of the model", str(self.seen[-1])
+        return self._finding(kind, name, where, before, (1, at, True), bad.gradient)
 
-def _in_forward(
-    seen: Sequence[Seen], at: int, called: set[str], weights: Sequence[str], order: int
-) -> Finding:
-    kind: str = seen[at].what
-    name = seen[at].name
-    if kind == "input":
-        # No module gave it, so the code around this one did.
-        kind, name = "output", _around(called, name)
-    own = [w for w in weights if kind == "output" and _around(called, w) == name]
-    kind, name = ("weight", own[0]) if own else (kind, name)
-    bracket = _bracket(seen, at, [is_finite(one.value) for one in seen], "")
-    place = order, at, not own
-    return Finding(kind, name, *bracket, order=place, rows=_rows(seen[at].value))
+    def _backward_culprit(self, signals: Sequence[Seen], at: int) -> tuple[str, str]:
+        """The place between the last finite gradient and the first one that is not finite."""
+        one = signals[at]
+        if not at:
+            # What the model keeps, or an output that cannot be opened, may have code behind it.
+            return "loss" if one.returned else "unknown", ""
+        known = {other.name for other in signals[:at]}
+        names = [name for name in one.takers if name in known]
+        if len({*names}) == 1:
+            return "gradient", names[0]
+        # None of several is known to be at fault: the module around them is named.
+        names = names or [one.name, signals[at - 1].name]
+        return "gradient", self._around(*(f"{n}." for n in names))
 
+    def _of_parameter(self, name: str) -> Finding:
+        """Blames it if what its module took, and the gradient of what it gave, are finite."""
+        owner = name.rpartition(".")[0]
+        gave = [one for one in self.seen if one.what == "output" and one.name == owner]
+        sure = any(one.gradient is not None for one in gave) and not self.twice
+        sure = sure and all(is_finite(one.gradient) for one in gave)
+        sure = sure and all(is_finite(one.value) for one in (*self._taken_by(owner), *gave))
+        kind, culprit = ("parameter", name) if sure else ("unknown", "")
+        return self._finding(kind, culprit, f"the gradient of {name!r}", "", (3, 0, False), None)
 
-def _in_backward(seen: Sequence[Seen], entries: Sequence[Seen], called: set[str]) -> Finding | None:
-    signals = [one for one in reversed(seen) if one.gradient is not None]
-    finite = [is_finite(one.gradient) for one in signals]
-    # A loss may contain gradients, whose own derivative enters anywhere in the model.
-    bad = next((one.second for one in reversed(seen) if not is_finite(one.second)), None)
-    at, kind, name, bracket = 0, "loss", "", ("", "", "")
-    if not all(finite):
-        at = finite.index(False)
-        bad = signals[at].gradient
-        kind, name = _backward_culprit(signals, at, finite, called)
-        bracket = _bracket(signals, at, finite, "the gradient at ")
-    for entry in entries:
-        if is_finite(entry.value) and not is_finite(entry.gradient):
-            bad, kind, name = entry.gradient, "loss" if entry.returned else "unknown", ""
-            words = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
-            bracket = (words, *bracket[1:])
-            break
-    if bad is None:
-        return None
-    if kind == "loss":
-        # What came before is the forward pass.
-        bracket = "the gradient at the output of the model", str(seen[-1]), bracket[2]
-    return Finding(kind, name, *bracket, order=(1, at, True), rows=_rows(bad))
+    def _finding(
+        self, kind: str, name: str, where: str, before: str, order: tuple[int, int, bool], bad: Any
+    ) -> Finding:
+        # Rows are told where the numbers are those of rows.
+        told = isinstance(bad, Tensor) and bad.ndim > 0
+        rows = bad.isfinite().logical_not().nonzero()[:_MOST_ROWS, 0].tolist() if told else ()
+        return Finding(
+            kind, name, where, before, self.batch, last=self.batch, order=order, rows=tuple(rows)
+        )
 
-
-def _backward_culprit(
-    signals: Sequence[Seen], at: int, finite: Sequence[bool], called: set[str]
-) -> tuple[str, str]:
-    """Kind and name of the place between the last finite gradient and the first non-finite one."""
-    one = signals[at]
-    if not at:
-        # What the model keeps, or an output that cannot be opened, may have code behind it.
-        return "loss" if one.returned or one.takers is None else "unknown", ""
-    if one.takers is None:
-        return "gradient", signals[at - 1].name
-    known = {other.name for other in signals[:at]}
-    names = [name for name in one.takers if name in known]
-    if len({*names}) == 1:
-        return "gradient", names[0]
-    # None of several is known to be at fault: the module around them is named.
-    names = names or [one.name, signals[at - 1].name]
-    return "gradient", _around(called, *(f"{n}." for n in names))
-
-
-def _around(called: set[str], *names: str) -> str:
-    """The innermost module around all of the names that was called itself."""
-    around = [m for m in called if all(name.startswith(f"{m}.") for name in names)]
-    return max(around, key=len, default="")
-
-
-def _bracket(
-    seen: Sequence[Seen], at: int, finite: Sequence[bool], prefix: str
-) -> tuple[str, str, str]:
-    """The tensor in words, the last finite one before it and the next after it."""
-    words = [f"{prefix}{one}" if fine else "" for one, fine in zip(seen, finite, strict=True)]
-    before = next(filter(None, reversed(words[:at])), "")
-    return f"{prefix}{seen[at]}", before, next(filter(None, words[at + 1 :]), "")
+    def _around(self, *names: str) -> str:
+        """The innermost module around all of the names that was called itself."""
+        around = [m for m in self.called if all(name.startswith(f"{m}.") for name in names)]
+        return max(around, key=len, default="")
 
 
 def _sort(value: Any) -> str:
@@ -285,10 +280,3 @@ def _sort(value: Any) -> str:
     if value.isnan().any():
         return "nan"
     return "inf" if bool((value == torch.inf).any()) else "-inf"
-
-
-def _rows(found: Any) -> tuple[int, ...]:
-    """Rows that are not finite; empty if the numbers are not those of rows."""
-    if not isinstance(found, Tensor) or not found.ndim:
-        return ()
-    return tuple(found.isfinite().logical_not().nonzero()[:_MOST_ROWS, 0].tolist())

@@ -1,4 +1,4 @@
-"""A pass of one batch through the model, and the tensors that its modules took and gave.
+"""A pass of one batch through the model, forward and backward, and the tensors that it met.
 
 On a CPU each tensor is checked immediately. On other devices the sums of its rows travel to the
 host together, without a wait, and are checked when they have arrived.
@@ -7,7 +7,6 @@ host together, without a wait, and are checked when they have arrived.
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, TypeGuard
 
@@ -19,9 +18,9 @@ from torch.utils import _pytree
 from steadygrad._nests import attributes
 from steadygrad.numerics import exact
 from steadygrad.shards import local
-from steadygrad.watch.finding import Finding, Habits, Seen, first_fault, is_finite
+from steadygrad.watch.finding import Evidence, Finding, Habits, Seen, is_finite
 
-__all__ = ["Pass", "Shared", "has_values", "in_backward", "look_each", "tensors_of", "values"]
+__all__ = ["Pass", "Shared", "has_values", "largest", "values"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _REAL = (*_NARROW, torch.float32, torch.float64)
@@ -29,57 +28,88 @@ _KNOWN = (*_REAL, torch.complex64, torch.complex128)
 
 
 class Shared:
-    """What a watch shares with its taps and passes, and with those of a copied model.
+    """What a watch shares with its hooks and passes, none of which keeps it alive.
 
     Attributes:
-        owner: Gives the watch, which no hook keeps alive; None if it is gone, as for a copy.
-        ticks: Number of calls since there is compiled code, which cannot append to lists.
-        deferred: Whether a read waits for a device, so that it is left until later.
-        detailed: Whether to follow the whole graph in every pass: after the first fault.
+        owner: Gives the watch; None if it is gone.
+        current: The pass that is in the model.
+        deferred: Whether a read waits for the device, so that it is left until later.
+        detailed: Whether to follow the graph in every pass, and not in the first one alone.
     """
 
     def __init__(self, device: torch.device, owner: Callable[[], Any] = lambda: None) -> None:
-        self.owner = owner
+        self.device, self.owner = device, owner
         self.current: Pass | None = None
-        self.ticks = torch.zeros((), dtype=torch.int64, device=device)
-        self.compiled, self.deferred = False, device.type not in ("cpu", "meta")
-        self.detailed = False
+        self.deferred, self.detailed = device.type not in ("cpu", "meta"), False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shared, (self.ticks.device,)
+        # A copy of the model is not watched.
+        return Shared, (self.device,)
 
 
-class Pass:
-    """Collects the observations of one batch.
+class Pass(Evidence):
+    """Collects the evidence of one batch.
 
     Attributes:
-        seen: Tensors in the order of the forward pass.
-        entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
         left: Parameters whose gradients were not finite before the backward pass.
-        every: Whether to follow the whole graph, and not only to what the model returned.
+        backward: Whether there was a backward pass.
         broken: Whether something may not be finite.
-        twice: Whether the loss contains gradients.
     """
 
-    def __init__(self, batch: int, shared: Shared, inputs: Any, *, every: bool) -> None:
-        self.batch, self._shared, self.every = batch, shared, every
-        self.weights, self.gradients = dict[str, Any](), dict[str, Any]()
-        self.called, self.left = set[str](), set[str]()
-        self.backward = self.twice = False
+    def __init__(self, batch: int, shared: Shared, inputs: Any) -> None:
+        self._shared, self.left, self.backward = shared, set[str](), False
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
         self._rows = lengths.pop() if len(lengths) == 1 else 0
         found = [self._look(x) for x in tensors if x.dtype in _KNOWN]
         # A mask may be minus infinity.
-        some = [x.clamp(min=0).to(shared.ticks.device) for x in found if x is not True]
+        some = [x.clamp(min=0).to(shared.device) for x in found if x is not True]
         given = Seen("batch", "", sum(some) if some else True)
+        super().__init__(batch, [given])
         self.broken = shared.deferred or not is_finite(given.value)
-        self.seen = [given]
-        self.entries, self._parts = list[Seen](), dict[tuple[int, int], list[Tensor]]()
+        # Contributions to the gradient of a node's output, by its number and the output's.
+        self._parts = dict[tuple[int, int], list[Tensor]]()
         self._first = torch._C._autograd._get_sequence_nr()
         # Here and not on the tensors, which other code may save.
         self._notes = {id(x): (weakref.ref(x), _version(x), given) for x in tensors}
+
+    def take(self, name: str, inputs: Iterable[Any]) -> None:
+        """Looks at the tensors that a module is handed, unless another module gave them."""
+        for leaf in inputs:
+            if isinstance(leaf, (Tensor, list, tuple, dict)):
+                for tensor in (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf):
+                    one = self._known(tensor)
+                    if one is None:
+                        self._note(Seen("input", name, takers=[name]), tensor)
+                    else:
+                        one.takers.append(name)
+
+    def give(self, name: str, output: Any, *, is_root: bool) -> None:
+        """Looks at the tensors that a module gives, unless one of its own modules gave them."""
+        self.called.add(name)
+        outputs = [output] if type(output) is Tensor else tensors_of(output)
+        for tensor in outputs:
+            if self._known(tensor) in (None, self.seen[0]):
+                self._note(Seen("output", name), tensor)
+        if is_root:
+            self._await_loss(outputs)
+
+    def _known(self, tensor: Tensor) -> Seen | None:
+        """The notes on a tensor; None if nothing was, or it was changed in place since."""
+        note = self._notes.get(id(tensor))
+        known = note and note[0]() is tensor and note[1] == _version(tensor)
+        return note[2] if note and known else None
+
+    def _note(self, one: Seen, tensor: Tensor) -> None:
+        if tensor.dtype not in _KNOWN or not has_values(tensor):
+            return
+        self.seen.append(one)
+        self._set(one, "value", tensor)
+        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
+        if tensor.grad_fn is not None:
+            # A hook of the node and not of the tensor: that takes half the time.
+            tensor.grad_fn.register_prehook(partial(self._arrive, one, tensor.output_nr))
 
     def _look(self, tensor: Tensor) -> Any:
         """True, or sums of each row, with shape ``(rows,)``; of all if it has other rows.
@@ -93,69 +123,66 @@ class Pass:
         found = numbers.reshape(rows if told else 1, -1).sum(1, dtype=exact(numbers.device))
         return found if told else found[0]
 
-    def known(self, tensor: Tensor) -> Seen | None:
-        """The notes on a tensor; None if nothing was, or it was changed in place since."""
-        note = self._notes.get(id(tensor))
-        known = note and note[0]() is tensor and note[1] == _version(tensor)
-        return note[2] if note and known else None
+    def _set(self, one: Seen, name: str, tensor: Tensor) -> None:
+        before, found = getattr(one, name), self._look(tensor)
+        self.broken = self.broken or found is not True
+        if isinstance(before, Tensor):
+            # Of several backward passes through one forward pass.
+            found = before if found is True else found + before.to(found.device, non_blocking=True)
+        setattr(one, name, found)
 
-    def note(self, one: Seen, tensor: Tensor, *, again: bool) -> bool:
-        """Looks at a tensor unless it is one seen ``again``; whether there was something to see."""
-        if tensor.dtype not in _KNOWN or not has_values(tensor):
-            return False
-        if not again:
-            self.seen.append(one)
-            if self._shared.compiled:
-                one.time = self._shared.ticks.add_(1).clone()
-            self._set(one, "value", tensor)
-        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
-        node = tensor.grad_fn
-        if node is not None:
-            # A hook of the node and not of the tensor: that takes half the time.
-            node.register_prehook(partial(self._arrive, one, tensor.output_nr))
-        return True
+    def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if not has_values(gradient):
+            return
+        if torch.is_grad_enabled():
+            # With create_graph: the loss will contain this gradient, and go back through it.
+            self.twice = self._shared.detailed = True
+        else:
+            watch = self._shared.owner()
+            if watch is not None:
+                watch.await_backward(self)
+            self.backward = True
+            if self.twice:
+                one = Seen("output", "", returned=True)
+                self.entries.append(one)
+        self._set(one, "gradient", gradient)
 
-    def await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Tells apart what the loss adds to gradients at the outputs and at what it may take."""
+    def _await_loss(self, outputs: Sequence[Tensor]) -> None:
+        """Follows the graph, if the loss may add to gradients within it."""
+        known = [self._known(tensor) for tensor in outputs if tensor.grad_fn is not None]
+        for one in filter(None, known):
+            one.returned = True
+            self._shared.detailed = self._shared.detailed or bool(one.takers)
         # In an object that is not known there is nothing to hook.
         self._shared.detailed = self._shared.detailed or not outputs
-        self.every = taken = self.every or self._shared.detailed
-        for tensor in outputs:
-            one = self.known(tensor)
-            if one is None or one.returned or tensor.grad_fn is None:
-                continue
-            one.returned = True
-            taken = taken or bool(one.takers)
-        if taken:
-            noted = [ref() for ref, _, one in self._notes.values() if one.what == "output"]
-            known = [tensor.grad_fn for tensor in noted if tensor is not None]
-            self._follow(known, {self._number(tensor.grad_fn) for tensor in outputs})
+        if self._shared.detailed or not self.batch:
+            noted = [tensor for ref, *_ in self._notes.values() if (tensor := ref()) is not None]
+            self._follow(
+                [tensor.grad_fn for tensor in noted], {self._number(x.grad_fn) for x in outputs}
+            )
 
     def _follow(self, nodes: list[Any], returned: set[int]) -> None:
         """Compares gradients in the model's graph with the parts that come from within it."""
-        known: set[Any] = set()
+        known = set[Any]()
         while nodes:
             node = nodes.pop()
             number = -1 if node in known else self._number(node)
-            if number < 0:
-                continue
-            known.add(node)
-            if self.every or number in returned:
+            if number >= 0:
+                known.add(node)
                 node.register_prehook(partial(self._meet, number, number in returned))
-            edges = [(self._number(later), i) for later, i in node.next_functions]
-            asked = [at >= 0 and (self.every or at in returned) for at, _ in edges]
-            if any(asked):
-                node.register_hook(partial(self._part, edges, asked))
-            nodes += [later for later, _ in node.next_functions]
+                edges = [(self._number(later), i) for later, i in node.next_functions]
+                node.register_hook(partial(self._part, edges))
+                nodes += [later for later, _ in node.next_functions]
 
     def _number(self, node: Any) -> int:
         """Number of a node, which does not keep its graph; -1 for leaves and for older nodes."""
         number = node._sequence_nr() if node is not None and node.next_functions else -1
         return number if number >= self._first else -1
 
-    def _part(self, edges: list[Any], asked: list[bool], gradients: Any, _: Any) -> None:
-        for edge, ask, gradient in zip(edges, asked, gradients, strict=True):
-            if ask and has_values(gradient):
+    def _part(self, edges: list[tuple[int, int]], gradients: Any, _: Any) -> None:
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if edge[0] >= 0 and has_values(gradient):
                 self._parts.setdefault(edge, []).append(gradient)
 
     def _meet(self, number: int, returned: bool, gradients: tuple[Tensor | None, ...]) -> None:
@@ -169,46 +196,22 @@ class Pass:
             if any(part.shape != whole.shape for part in inner):
                 continue  # Sparse, or sharded in several ways.
             one = Seen("output", "", returned=returned)
-            total = reduce(torch.add, inner) if inner else None
             self._set(one, "gradient", whole)
-            self._set(one, "value", total)
+            total = reduce(torch.add, inner) if inner else None
+            if total is not None:
+                self._set(one, "value", total)
             self.entries.append(one)
             kept = not (returned or self._shared.deferred)
             if kept and (total is None or not torch.equal(total, whole)):
                 # The loss takes what the model keeps: later passes are measured as this one is.
                 self._shared.detailed = True
 
-    def _set(self, one: Seen, name: str, tensor: Tensor | None) -> None:
-        if not has_values(tensor):
-            return
-        before, found = getattr(one, name), self._look(tensor)
-        self.broken = self.broken or found is not True
-        if isinstance(before, Tensor):
-            # Of several backward passes through one forward pass.
-            found = before if found is True else found + before.to(found.device, non_blocking=True)
-        setattr(one, name, found)
-
-    def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient, name = gradients[number], "gradient"
-        if not has_values(gradient):
-            return
-        if torch.is_grad_enabled():
-            # With create_graph: the loss will contain this gradient, and go back through it.
-            self.twice = self._shared.detailed = True
-        else:
-            watch = self._shared.owner()
-            if watch is not None:
-                watch.await_backward(self)
-            self.backward = True
-            name = "second" if self.twice else "gradient"
-        self._set(one, name, gradient)
-
     def close(self) -> None:
         """Sends the numbers from a device to the host; nothing waits for them."""
         self._notes, self._parts = {}, {}
-        device = self._shared.ticks.device
         owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
+        device = self._shared.device
         if device.type == "cpu" or not found:
             return
         numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
@@ -231,31 +234,19 @@ class Pass:
         """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
             self.broken = not bool(self._copied[0].isfinite().all())
-        if self._shared.compiled:
-            self.seen.sort(key=lambda one: float(one.time))
         # While all is well, nothing is asked of single tensors.
-        seen, grads = (self.seen, self.gradients) if self.broken else ([], {})
-        made = [n for n, x in grads.items() if n not in self.left and not is_finite(x)]
-        fine = all(is_finite(found) for one in seen for found in (one.gradient, one.second))
-        if self.backward and fine and not made:
+        seen, gradients = (self.seen, self.gradients) if self.broken else ([], {})
+        made = [n for n, x in gradients.items() if n not in self.left and not is_finite(x)]
+        entries = self.entries if self.broken else []
+        fine = not made and all(is_finite(one.gradient) for one in (*seen, *entries))
+        if self.backward and fine:
             if not self.left:
                 habits.learn(seen)
             return None
         # In an evaluation with gradients enabled an infinity may be normal.
         if not self.backward and is_finite(self.seen[-1].value):
             return None
-        return self.explain(habits, made)
-
-    def explain(self, habits: Habits, broken: list[str]) -> Finding | None:
-        """The first fault, given the parameters whose gradients are not finite."""
-        weights = [name for name, found in self.weights.items() if not is_finite(found)]
-        found = first_fault(self.seen, self.entries, self.called, weights, habits, broken)
-        return found and replace(found, batch=self.batch, last=self.batch)
-
-
-def in_backward() -> bool:
-    """Whether the engine is at work: a forward pass is then one that checkpointing repeats."""
-    return torch._C._current_graph_task_id() != -1
+        return self.first_fault(habits, made)
 
 
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
@@ -292,12 +283,11 @@ def values(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _REAL else tensor.float()
 
 
-def look_each(tensors: Iterable[Tensor], *, now: bool) -> list[Any]:
-    """Whether each is finite; its largest magnitude, left on the device, if it is not read now."""
+def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each, left on the device: finite exactly where the tensor is."""
     # An empty tensor has no largest magnitude.
     numbers = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
-    largest = [*torch._foreach_norm(numbers, math.inf)] if numbers else []
-    return [math.isfinite(x.item()) for x in largest] if now else largest
+    return [*torch._foreach_norm(numbers, math.inf)] if numbers else []
 
 
 def _all_finite(numbers: Tensor) -> bool:

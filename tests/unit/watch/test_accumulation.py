@@ -176,19 +176,18 @@ def test_short_window_says_the_numbers():
     assert short.sizes == (3, 3, 3)
     assert (short.ratio, short.cosine) == pytest.approx((0.75, 1.0), rel=1e-5)
     assert short.words.startswith("The loop divides by 4 where the window has 3 micro-batches.")
-    assert {*short.layers} == {"0", "2"}
-    assert all(pair == pytest.approx((0.75, 1.0), rel=1e-5) for pair in short.layers.values())
 
 
 def test_default_loop():
     """A mean over samples needs equal micro-batches."""
     found = check_accumulation(model_of(), sequence_mean, tokens())
     assert [window.bug for window in found.windows] == ["", "", "means", ""]
-    assert found.windows[RAGGED].sizes == (2, 2, 4, 4)
+    assert found.windows[RAGGED].sizes == (1, 1, 1, 9)
 
 
 @pytest.mark.parametrize(
-    ("layer", "bug"), [(nn.BatchNorm1d(6), "batch"), (nn.LayerNorm(16), ""), (nn.Dropout(), "")]
+    ("layer", "bug"),
+    [(nn.BatchNorm1d(6), "batch"), (nn.LayerNorm(16), ""), (nn.Dropout(), "random")],
 )
 def test_loss_that_depends_on_the_batch(layer, bug):
     found = check_accumulation(model_of(layer), sequence_mean, tokens())
@@ -201,7 +200,7 @@ def test_random_loss():
 
 
 def test_one_layer_alone():
-    """A layer that is trained by one micro-batch only shows in its own row."""
+    """It is trained by one micro-batch only."""
     model = model_of()
 
     def loop(micros):
@@ -210,10 +209,8 @@ def test_one_layer_alone():
             (sequence_mean(model, micro) / len(micros)).backward()
         model[0].requires_grad_()
 
-    window = check_accumulation(model, sequence_mean, tokens(), accumulate=loop).windows[EQUAL]
-    assert window.layers["2"] == pytest.approx((1.0, 1.0), rel=1e-5)
-    assert window.layers["0"][0] < 0.9
-    assert window.bug == "other"
+    found = check_accumulation(model, sequence_mean, tokens(), accumulate=loop)
+    assert found.windows[EQUAL].bug == "other"
 
 
 def test_nothing_is_changed():
@@ -333,18 +330,16 @@ def test_buffer_that_forward_replaces_is_put_back():
 # Layouts of batches: sixteen samples, each with five numbers, and a class or some boxes.
 
 
-class Tokenized(UserDict):
+class Attributes(dict):
     """As a tokenizer's: items are attributes too."""
 
-    def __getattr__(self, name):
-        return self.__dict__["data"][name]
+    __getattr__ = dict.__getitem__
 
 
 @dataclass(frozen=True)
 class Record:
     x: Any
     y: Any
-    name: str = "train"
 
 
 class Named(NamedTuple):
@@ -368,15 +363,8 @@ def of_record(model, batch):
     return classes(model, {"x": batch.x, "y": batch.y})
 
 
-def box_mean(model, batch):
-    pairs = zip(batch["x"], batch["boxes"], strict=True)
-    return torch.stack([(model(x) - boxes).abs().mean() for x, boxes in pairs]).mean()
-
-
-def sample_mean(model, batch):
-    return torch.stack(
-        [box_mean(model, {"x": [s["x"]], "boxes": [s["boxes"]]}) for s in batch]
-    ).mean()
+def box_mean(model, indices):
+    return torch.stack([(model(X[i]) - BOXES[i]).abs().mean() for i in indices]).mean()
 
 
 def popping(model, batch):
@@ -384,16 +372,13 @@ def popping(model, batch):
 
 
 CUT = {
-    "array": (classes, {"x": X, "y": Y.numpy(), "temperature": 2.0}),
-    "list": (classes, {"x": X, "y": Y.tolist()}),
-    "texts": (classes, {"x": X, "y": [str(y) for y in Y.tolist()]}),
-    "mapping": (of_record, Tokenized(x=X, y=Y)),
-    "dataclass": (of_record, Record(X, Y)),
+    "numbers beside": (classes, {"x": X, "y": Y, "temperature": 2.0, "name": "train"}),
+    "mapping": (classes, UserDict(x=X, y=Y)),
+    "dict with attributes": (classes, Attributes(x=X, y=Y)),
     "named tuple": (of_record, Named(X, Y)),
-    "boxes": (box_mean, {"x": X, "boxes": BOXES}),
-    "boxes first": (box_mean, {"boxes": tuple(BOXES), "x": X}),
-    "list of samples": (sample_mean, [{"x": x, "boxes": b} for x, b in zip(X, BOXES, strict=True)]),
     "changed by the loss": (popping, {"x": X, "y": Y}),
+    "indices": (lambda model, rows: classes(model, {"x": X[rows], "y": Y[rows]}), torch.arange(16)),
+    "indices of boxes": (box_mean, torch.arange(SAMPLES)),
 }
 
 
@@ -458,7 +443,11 @@ REFUSED = {
     "graph": (neighbours, {"x": X, "next": torch.randint(SAMPLES, (SAMPLES,), generator=DRAW)}),
     "object": (of_record, Opaque(X, Y)),
     "object beside": (of_record, Named(X, Opaque(X, Y))),
-    "mapping": (classes, type("Attributes", (dict,), {"__getattr__": dict.__getitem__})(x=X, y=Y)),
+    "dict with attributes": (of_record, Attributes(x=X, y=Y)),
+    "array": (classes, {"x": X, "y": Y.numpy()}),
+    "list": (classes, {"x": X, "y": Y.tolist()}),
+    "boxes": (classes, {"x": X, "y": BOXES}),
+    "dataclass": (of_record, Record(X, Y)),
     "nothing": (lambda model, batch: model(X).square().mean(), {"x": 1.0}),
 }
 
@@ -466,7 +455,7 @@ REFUSED = {
 @pytest.mark.parametrize("layout", REFUSED)
 def test_layout_that_is_refused(layout):
     loss, batch = REFUSED[layout]
-    with pytest.raises(InputError, match=r"`batch`.*`split=`") as refused:
+    with pytest.raises(InputError, match=r"`batch`.*indices") as refused:
         check_accumulation(nn.Linear(5, 3), loss, batch)
     assert "\n" not in str(refused.value)
     assert "ndim" not in str(refused.value)
@@ -478,30 +467,18 @@ def test_rows_that_are_no_samples(loss, x):
     assert check_accumulation(nn.Linear(5, 3), loss, {"x": x}).bugs == ["batch"]
 
 
-def cut_packed(batch, indices):
-    ends = batch["ends"]
-    parts = [batch["x"][ends[i] : ends[i + 1]] for i in indices]
-    return {"x": torch.cat(parts), "ends": torch.tensor([0, *map(len, parts)]).cumsum(0)}
+def test_packed_sequences_by_their_indices():
+    """What cannot be cut in rows: the loss collates the samples."""
 
+    def collated(model, indices):
+        ends = PACKED["ends"]
+        parts = [PACKED["x"][ends[i] : ends[i + 1]] for i in indices]
+        ends = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        return packed(model, {"x": torch.cat(parts), "ends": ends})
 
-@pytest.mark.parametrize(("samples", "used"), [(None, 8), (SAMPLES, SAMPLES)])
-def test_split(samples, used):
-    found = check_accumulation(nn.Linear(5, 3), packed, PACKED, split=cut_packed, samples=samples)
+    found = check_accumulation(nn.Linear(5, 3), collated, torch.arange(SAMPLES))
     assert [window.bug for window in found.windows] == ["", "", "means", ""]
-    assert sum(found.windows[EQUAL].sizes) == used
-
-
-def test_split_is_believed():
-    """A loss of pairs is one that depends on the other samples, if these are the samples."""
-    cut = lambda batch, indices: {"x": batch["x"][indices]}  # noqa: E731
-    loss = lambda model, batch: (model(batch["x"]) * model(batch["x"]).roll(1, 0)).mean()  # noqa: E731
-    assert check_accumulation(nn.Linear(5, 3), loss, {"x": X}, split=cut).bugs == ["batch"]
-
-
-@pytest.mark.parametrize("samples", [7, "16"])
-def test_number_of_samples(samples):
-    with pytest.raises(InputError, match="`samples`"):
-        check_accumulation(nn.Linear(5, 3), packed, PACKED, split=cut_packed, samples=samples)
+    assert sum(found.windows[EQUAL].sizes) == SAMPLES
 
 
 def test_complex_weights():
@@ -558,35 +535,14 @@ class Attention(nn.Module):
         return F.dropout(x, 0.5, self.training)
 
 
-class Statistics(nn.Module):
-    """A task's own BatchNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x):
-        if self.training:
-            self.mean = (0.9 * self.mean + 0.1 * x.mean((0, 1))).detach()
-        return (x - (x.mean((0, 1)) if self.training else self.mean)).tanh()
+RANDOM = {"lstm": Recurrent(nn.LSTM), "gru": Recurrent(nn.GRU), "attention": Attention()}
 
 
-RANDOM = {
-    "lstm": ([Recurrent(nn.LSTM)], ""),
-    "gru": ([Recurrent(nn.GRU)], ""),
-    "attention": ([Attention()], ""),
-    "batch norm": ([Attention(), nn.BatchNorm1d(6)], "batch"),
-    "own batch norm": ([nn.Dropout(), Statistics()], "batch"),
-    "frozen batch norm": ([nn.Dropout(), nn.BatchNorm1d(6).eval()], ""),
-}
-
-
+@pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("kind", RANDOM)
-def test_dropout_is_turned_off(kind):
+def test_dropout_is_random_unless_in_evaluation_mode(kind, is_training):
     """Also where the loop says ``model.train()``."""
-    layers, bug = RANDOM[kind]
-    model = model_of(*layers)
-    before = [(m.training, getattr(m, "dropout", None)) for m in model.modules()]
+    model = model_of(RANDOM[kind]).train(is_training)
 
     def loop(micros):
         model.train()
@@ -594,8 +550,8 @@ def test_dropout_is_turned_off(kind):
             (sequence_mean(model, micro) / len(micros)).backward()
 
     found = check_accumulation(model, sequence_mean, tokens(), accumulate=loop)
-    assert found.windows[EQUAL].bug == bug
-    assert [(m.training, getattr(m, "dropout", None)) for m in model.modules()] == before
+    assert found.windows[EQUAL].bug == ("random" if is_training else "")
+    assert model.training == model[2].training == is_training
     model.train()
     assert all(module.training for module in model.modules())
 

@@ -145,7 +145,9 @@ def test_checkpointed(fault, reentrant):
     watch = GradientWatch(model)
     step(model, loss)
     found = watch.report()
-    assert (found.kind, found.name) == (kind, name.format("blocks.1."))
+    # Reentrant checkpointing has no graph of what it repeats while it repeats it.
+    coarse = reentrant and kind == "gradient"
+    assert (found.kind, found.name) == (kind, "blocks.1" if coarse else name.format("blocks.1."))
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -174,12 +176,12 @@ def test_sparse_gradients():
     model(tokens).sum().backward()
     assert watch.report() is None
     dense = model[0].weight.grad.to_dense().norm().item()
-    assert watch.norms().by_parameter["0.weight"] == pytest.approx(dense, rel=1e-6)
+    assert watch.norms()["0.weight"] == pytest.approx(dense, rel=1e-6)
     (model(tokens) * torch.inf).sum().backward()
     assert (watch.report().kind, watch.batches) == ("loss", 2)
 
 
-def test_norms_by_parameter_and_group():
+def test_norms():
     model, _ = make("residual")
     watch = GradientWatch(model)
     step(model)
@@ -187,12 +189,8 @@ def test_norms_by_parameter_and_group():
     found = watch.norms()
     grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
     # Squares of float32 added up in float64.
-    assert found.by_parameter == pytest.approx({n: g.norm().item() for n, g in grads.items()})
-    block = torch.cat([g.flatten() for n, g in grads.items() if n.startswith("blocks.1.")])
-    assert found.by_group["blocks.1"] == pytest.approx(block.norm().item())
-    assert "head.bias" not in found.by_parameter
-    halves = watch.norms(lambda name: "weights" if name.endswith("weight") else "others").by_group
-    assert halves["weights"] ** 2 + halves["others"] ** 2 == pytest.approx(found.total**2)
+    assert found == pytest.approx({n: g.norm().item() for n, g in grads.items()})
+    assert "head.bias" not in found
 
 
 def test_cell_that_is_called_again():
@@ -390,6 +388,6 @@ def test_empty_weights_and_other_types(deferred):
     model(x.to(torch.float8_e4m3fn)).backward()
     assert watch.report() is None
     grad = model.wave.grad
-    assert watch.norms().by_parameter["wave"] == pytest.approx(grad.abs().square().sum() ** 0.5)
+    assert watch.norms()["wave"] == pytest.approx(grad.abs().square().sum() ** 0.5)
     (model(x.to(torch.float8_e4m3fn)) * torch.inf).backward()
     assert watch.report().kind == "loss"

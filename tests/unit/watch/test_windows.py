@@ -49,7 +49,7 @@ def test_report_within_a_window():
     assert watch.report().kind == "batch"
     mse(model(x), y).backward()
     found = watch.report()
-    assert found.kind == "left"
+    assert found.kind == "unseen"
     assert "no pass since the last report made it so" in str(found)
     model.zero_grad()
     mse(model(x), y).backward()

@@ -104,9 +104,6 @@ def accumulation(plan: Plan, place: Workplace) -> schema.Accumulation:
         torch.arange(count),
         accumulate=by_samples,
         micro_batches=MICRO_BATCHES,
-        # The task says what one sample is.
-        split=lambda indices, rows: indices[rows],
-        samples=count,
     )
     cuts = msgspec.convert(found.windows, tuple[schema.Cut, ...], from_attributes=True)
     return schema.Accumulation(cuts=cuts)
