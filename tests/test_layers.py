@@ -66,17 +66,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 857,
+    "cli": 852,
     "integrations": 950,
     "studies": 3456,
-    "studies/advise": 2371,
-    "studies/compare": 2117,
-    "studies/inspect": 1352,
+    "studies/advise": 2374,
+    "studies/compare": 2121,
+    "studies/inspect": 1355,
     "tasks": 1449,
     "noise": 2695,
     "balance": 1207,
     "scale": 1346,
-    "watch": 1232,
+    "watch": 1229,
     "optim": 3788,
     "distributed.py, shards.py": 700,
     "optim/loops": 769,

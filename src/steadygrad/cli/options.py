@@ -73,11 +73,6 @@ EXAMPLES = (
     "steadygrad {} path/to/file.py:make_task --out runs/mine",
     "steadygrad {} --resume runs/mine --budget 1h",
 )
-OWN_EXAMPLES = {
-    "advise": ("steadygrad advise digits-deep --tolerance 0.5 --workers 4",),
-    "compare": ("steadygrad compare --optimizers lans,task --add file.py:make_optimizer",),
-    "inspect": ("steadygrad inspect digits-deep --steps 400 --accumulation",),
-}
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -155,9 +150,9 @@ def options_of(command: str) -> Parser:
             options.add(flag, **about)
     else:
         examples = [line.format(command) for line in EXAMPLES]
-        own_examples = OWN_EXAMPLES.get(command, ())
-        options = Parser(command, STUDIES[command], [*examples, *own_examples], command)
-        settings = module_of(command, "schema").Settings
+        schema = module_of(command, "schema")
+        options = Parser(command, STUDIES[command], [*examples, schema.EXAMPLE], command)
+        settings = schema.Settings
         hints = get_type_hints(settings, include_extras=True)
         for field in fields(settings):
             _add_setting(options, field.name, hints[field.name], field.default)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from steadygrad._nests import attributes
-from steadygrad.numerics import exact
+from steadygrad.numerics import HostCopy, exact
 from steadygrad.shards import local
 from steadygrad.watch.finding import Evidence, Finding, Habits, Seen, is_finite
 
@@ -58,7 +58,7 @@ class Pass(Evidence):
 
     def __init__(self, batch: int, shared: Shared, inputs: Any) -> None:
         self._shared, self.left, self.backward = shared, set[str](), False
-        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
+        self._copied: HostCopy | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
         self._rows = lengths.pop() if len(lengths) == 1 else 0
@@ -216,24 +216,21 @@ class Pass(Evidence):
             return
         numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
         column = torch.cat([x.reshape(-1) for x in numbers])
-        host, arrived = torch.empty_like(column, device="cpu", pin_memory=True), torch.cuda.Event()
-        host.copy_(column, non_blocking=True)
-        arrived.record()
-        self._copied = host, arrived
-        parts = host.split([x.numel() for x in numbers])
+        self._copied = HostCopy(column)
+        parts = self._copied.numbers.split([x.numel() for x in numbers])
         for (own, key), x, part in zip(found, numbers, parts, strict=True):
             own[key] = part.view(x.shape)
 
     def arrived(self, *, wait: bool) -> bool:
         """Whether all numbers are on the host."""
         if self._copied is not None and wait:
-            self._copied[1].synchronize()
-        return self._copied is None or bool(self._copied[1].query())
+            self._copied.event.synchronize()
+        return self._copied is None or bool(self._copied.event.query())
 
     def fault(self, habits: Habits) -> Finding | None:
         """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
-            self.broken = not bool(self._copied[0].isfinite().all())
+            self.broken = not bool(self._copied.numbers.isfinite().all())
         # While all is well, nothing is asked of single tensors.
         seen, gradients = (self.seen, self.gradients) if self.broken else ([], {})
         made = [n for n, x in gradients.items() if n not in self.left and not is_finite(x)]

@@ -116,7 +116,7 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
     assert "whatever the batch size. --out" in out
 
 
-LIST = "Expected a command: advise, compare, inspect, report, tasks, init or doctor."
+LIST = f"Expected a command: {', '.join(STUDIES)}, report, tasks, init or doctor."
 # A command line, and what its error names: the argument, and what was found.
 USAGE = {
     "nothing": ([], f"{LIST} Found none."),

@@ -21,6 +21,9 @@ CAP = 3.0
 Curve = tuple[tuple[Count, float], ...]
 """Pairs of samples seen and validation loss."""
 
+# For `--help`.
+EXAMPLE = "steadygrad advise digits-deep --tolerance 0.5 --workers 4"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(schema.CommonSettings):

@@ -66,6 +66,10 @@ def _between(low: float, high: float, place: float) -> float:
     return float(low * (high / low) ** place)
 
 
+# For `--help`.
+EXAMPLE = "steadygrad compare --optimizers lans,task --add file.py:make_optimizer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(CommonSettings):
     """Settings of ``steadygrad compare``."""

@@ -30,6 +30,9 @@ ABOUT_ACCUMULATION = (
     "Check as well that the gradient is the same however a batch is cut into micro-batches."
 )
 
+# For `--help`.
+EXAMPLE = "steadygrad inspect digits-deep --steps 400 --accumulation"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(schema.CommonSettings):
