@@ -19,7 +19,7 @@ def module_of(study: str, name: str) -> ModuleType:
 
     What is looked up here imports none of those who look:
 
-    - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary``, ``RESULTS`` (a union), ``check``
+    - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary``, ``RESULTS`` and ``check``
     - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
       ``plan_for(settings, trainer, *, speed, workers)``, ``trials_of(header)``, and ``TRAINING``,
       options of the trainer that no setting names

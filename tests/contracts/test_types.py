@@ -41,7 +41,7 @@ def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, f
         other = entry(twin, foreach=foreach)
         for p, q in zip(params, twin, strict=True):
             other.state[q].update({n: t.clone() for n, t in optimizer.state[p].items()})
-        other._tie_shared()
+        other._fill_state()
         give_gradients(params, step)
         for p, q in zip(params, twin, strict=True):
             q.grad = None if p.grad is None else p.grad.float()

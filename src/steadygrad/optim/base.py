@@ -260,7 +260,7 @@ class ShardedOptimizer(StatefulOptimizer):
             state_dtype = state[self._large[0]].dtype
             kinds[p.device, p.dtype, state_dtype, types, self._kind(p)].append(i)
         batches = []
-        for (device, _, _, types, _), members in kinds.items():
+        for (_, _, _, types, _), members in kinds.items():
             params, table = [self._params[i] for i in members], None
             if types is not None:
                 from steadygrad.optim.loops.runtime import Table  # needs numba
@@ -273,8 +273,6 @@ class ShardedOptimizer(StatefulOptimizer):
                 [self.state[p] for p in params],
                 self._fields,
                 table,
-                compiled=is_compiled(group, device) and not is_report,
-                single=group["foreach"] is False,
                 views=not (is_report or torch.compiler.is_compiling()),
             )
             batches.append(batch)

@@ -1,8 +1,8 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
-from collections.abc import Mapping, Sequence
-from itertools import chain, compress
-from operator import attrgetter, eq, is_
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, eq, is_, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,32 +24,6 @@ if TYPE_CHECKING:
 COMPILED = {"cuda"}
 # Elements that are worked on together even where no parameter has as many.
 BUCKET = 2**20
-
-
-class Layout:
-    """Types (or one that must be theirs), shapes and strides that tensors must keep.
-
-    Compared without a tuple for each tensor: thousands of them wake the garbage collector.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
-        self._dtypes = [t.dtype if dtype is None else dtype for t in tensors]
-        self._shapes = [t.shape for t in tensors]
-        # Cheaper than comparing strides, and enough for contiguous tensors.
-        self._contiguous = all(map(Tensor.is_contiguous, tensors))
-        self._strides = [t.stride() for t in tensors]
-
-    def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether types, shapes and strides still are these."""
-        return (
-            all(map(is_, map(attrgetter("dtype"), tensors), self._dtypes))
-            and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
-            and (
-                all(map(Tensor.is_contiguous, tensors))
-                if self._contiguous
-                else all(map(eq, map(Tensor.stride, tensors), self._strides))
-            )
-        )
 
 
 class Gradients(NamedTuple):
@@ -79,26 +53,22 @@ class ParamBatch:
         places: Indices of the parameters among all parameters of the optimizer; ``index`` on the
             device.
         weights: Local weights, or their float32 masters.
-        grads: Local gradients; None: the parameter takes no part in this step.
         moments: Local large states, a list for each of them.
         columns: Small states, stacked along the first axis.
-        has_grad: As in :class:`Gradients`, with shape ``(tensors)``; ``in_step`` too.
-        inverse_scale: One over the loss scale, which multiplies every gradient that is read, with
-            shape ``()``; None: there is none. Squares of gradients with a loss scale may be past
-            float32 where the scaler finds nothing.
-        taken: Whether each takes the step, with shape ``(tensors)``, once that is decided.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
         rows: The index of each within the batch, with shape ``(1)``, where torch compiles.
-        buckets: Parameters that multi-tensor calls work on together.
     """
 
-    has_grad: Tensor
+    # Of a step, flags with shape `(tensors)`.
+    has_grad: Tensor  # as in `Gradients`, and `in_step` too
     in_step: Tensor
+    taken: Tensor  # whether each takes the step, once that is decided
+    grads: list[Tensor | None]  # local; None: the parameter takes no part
+    buckets: list[Bucket]  # what multi-tensor calls work on together
+    # One over the loss scale, which multiplies every gradient that is read: squares of gradients
+    # with a loss scale may be past float32 where the scaler finds nothing. None: there is none.
     inverse_scale: Tensor | None
-    taken: Tensor
-    grads: list[Tensor | None]
-    buckets: list[Bucket]
 
     def __init__(
         self,
@@ -107,15 +77,14 @@ class ParamBatch:
         places: Sequence[int],
         states: Sequence[dict[str, Any]],
         fields: Mapping[str, StateField],
-        table: "Table | None" = None,
+        table: "Table | None",
         *,
-        compiled: bool = False,
-        single: bool = False,
-        views: bool = True,
+        views: bool,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
-        self.table, self.compiled, self.views = table, compiled, views
+        self.table, self.views = table, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
+        self.compiled = views and is_compiled(group, self.device)
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
@@ -132,26 +101,27 @@ class ParamBatch:
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
         # Tensors of their own: the compiler looks at a view's base and offset too.
-        rows = torch.arange(len(params), device=self.device).split(1) if compiled else ()
-        self.rows, single = [row.clone() for row in rows], single or compiled
+        rows = torch.arange(len(params), device=self.device).split(1) if self.compiled else ()
+        self.rows, single = (
+            [row.clone() for row in rows],
+            self.compiled or group["foreach"] is False,
+        )
         self._bucketed = [[i] for i in range(len(params))] if single else _buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         self.grads, self.buckets = [], []
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
-        if not torch.compiler.is_compiling():
-            self._remember(small)
-
-    def _remember(self, small: Sequence[str]) -> None:
-        """Notes the layout that must stay for the batch to be used again."""
-        self._layout = Layout(self._own)
-        self._grad_layout = Layout(self._own, None if self.table is None else self.table.types[0])
+        if torch.compiler.is_compiling():
+            return
+        # What must stay for the batch to be used again.
+        self._dtypes, self._shapes = [p.dtype for p in self._own], [p.shape for p in self._own]
+        self._strides = [p.stride() for p in self._own]
+        self._contiguous = all(map(Tensor.is_contiguous, self._own))
         self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
-        self._states = [*self._large, *(s[name] for name in small for s in self.states)]
-        self._sizes = [t.numel() for t in self._large]
-        self._addresses = addresses_of(self._states)
-        if self.table is not None:
-            self.table.fill_states(self.moments)
+        self._states = [*self._large, *(s[name] for name in small for s in states)]
+        self._sizes, self._addresses = [t.numel() for t in self._large], addresses_of(self._states)
+        if table is not None:
+            table.fill_states(self.moments)
 
     @property
     def sign(self) -> float:
@@ -184,7 +154,7 @@ class ParamBatch:
         """Reads weights, gradients and addresses; False if the batch must be built anew."""
         if not torch.compiler.is_compiling():
             self._own = [local(p) for p in self.params] if self.sharded else self.params
-            if not self._layout.matches(self._own) or not self._keeps_states():
+            if not self._are_laid_out(self._own, self._dtypes) or not self._keeps_states():
                 return False
         self.weights, self.inverse_scale = self._masters or self._own, None
         if (scale := given.grad_scale) is not None:
@@ -196,12 +166,8 @@ class ParamBatch:
             if self._masters:
                 sync_masters(self._own, self._masters)
             self._fill_buckets(grads, in_step)
-        else:
-            found = self._for_kernels(grads)
-            if found is None:
-                return False
-            self.grads = found
-            self.table.fill(self._own, self.weights, found)
+        elif not self._fill_table(self.table, grads):
+            return False
         self._set_flags([given.has_grad[i] for i in self.places], in_step)
         return True
 
@@ -237,6 +203,22 @@ class ParamBatch:
             self.in_step = torch.stack([flags[here] for here in in_step])
             self._flags = None if recording else (has_grad, in_step)
 
+    def _are_laid_out(self, tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> bool:
+        """Whether tensors have some types, and the shapes and strides that the parameters had.
+
+        Compared without a tuple for each tensor: thousands of them wake the garbage collector.
+        """
+        return (
+            all(map(is_, map(attrgetter("dtype"), tensors), dtypes))
+            and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
+            # Cheaper than comparing strides, and enough for contiguous tensors.
+            and (
+                all(map(Tensor.is_contiguous, tensors))
+                if self._contiguous
+                else all(map(eq, map(Tensor.stride, tensors), self._strides))
+            )
+        )
+
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
         found = self._state_tensors()
@@ -251,23 +233,22 @@ class ParamBatch:
     def _state_tensors(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self.states))]
 
-    def _for_kernels(self, grads: list[Tensor | None]) -> list[Tensor | None] | None:
-        """Gradients with the memory order of their parameters; None if kernels cannot take one."""
+    def _fill_table(self, table: "Table", grads: list[Tensor | None]) -> bool:
+        """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
         given = [g for g in grads if g is not None]
-        whole = len(given) == len(grads) and {*map(type, given)} == {Tensor}
-        if whole and self._grad_layout.matches(given) and not any(map(Tensor.is_neg, given)):
-            return grads
-        assert self.table is not None
-        found: list[Tensor | None] = []
-        for g, own in zip(grads, self._own, strict=True):
-            if g is not None:
-                _check_shape(g, own)
-                if type(g) is not Tensor or g.dtype is not self.table.types[0]:
-                    return None
-                if g.stride() != own.stride() or g.is_neg():
-                    g = torch.empty_like(own, dtype=g.dtype).copy_(g)
-            found.append(g)
-        return found
+        dtype, whole = table.types[0], len(given) == len(grads) and {*map(type, given)} == {Tensor}
+        alike = whole and self._are_laid_out(given, repeat(dtype))
+        if not alike or any(map(Tensor.is_neg, given)):
+            for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
+                if g is not None:
+                    _check_shape(g, own)
+                    if type(g) is not Tensor or g.dtype is not dtype:
+                        return False
+                    if g.stride() != own.stride() or g.is_neg():
+                        grads[i] = torch.empty_like(own, dtype=dtype).copy_(g)
+        self.grads = grads
+        table.fill(self._own, self.weights, grads)
+        return True
 
     def finish(self) -> None:
         """Rounds masters to their parameters, tells autograd, and frees weights and gradients."""
@@ -286,9 +267,8 @@ class ParamBatch:
 def _check_shape(gradient: Tensor, parameter: Tensor) -> None:
     if gradient.shape != parameter.shape:
         raise InputError(
-            "Expected gradients with their parameters' shapes. Found one of shape "
-            f"{tuple(gradient.shape)} for {tuple(parameter.shape)}. Remedy: zero_grad() after a "
-            "parameter's shape was changed, and a new optimizer."
+            f"Expected gradients of their parameters' shapes. Found shape {tuple(gradient.shape)} "
+            f"for {tuple(parameter.shape)}. Remedy: zero_grad(), and a new optimizer."
         )
 
 
@@ -305,46 +285,37 @@ def types_for_loops(
     Its tensors must be plain ones that lie in memory alike, without gaps.
     """
     own, masters = local(parameter), [local(state[MASTER])] if MASTER in state else []
-    moments = [local(state[name]) for name in large]
-    kept = (*moments, *masters)
-    given = () if gradient is None else (gradient,)
-    grad_dtype, dtype = own.dtype if gradient is None else gradient.dtype, moments[0].dtype
+    moments, grad = [local(state[name]) for name in large], own if gradient is None else gradient
     # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
-    is_plain = all(type(t) is Tensor for t in (own.detach(), *kept, *given))
-    if not is_plain or any(t.is_neg() for t in (own, *kept)) or _has_gaps(own):
+    kept = (own.detach(), *moments, *masters)
+    if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or _has_gaps(own):
         return None
-    alike = all((t.shape, t.stride()) == (own.shape, own.stride()) for t in kept)
-    one_type = all(t.dtype is dtype for t in moments)
-    types = (grad_dtype, (masters or [own])[0].dtype, dtype, own.dtype)
-    fits = {*types} <= {*TYPES} and dtype in (torch.float32, torch.float64)
-    is_master = all(t.dtype is torch.float32 for t in masters)
-    return types if alike and one_type and fits and is_master else None
+    types = (grad.dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
+    fits = {*types} <= {*TYPES} and {t.dtype for t in moments} < {torch.float32, torch.float64}
+    fits = fits and {t.dtype for t in masters} <= {torch.float32}
+    layout = own.shape, own.stride()
+    alike = all((t.shape, t.stride()) == layout and not t.is_neg() for t in kept)
+    return types if fits and alike else None
 
 
 def _has_gaps(tensor: Tensor) -> bool:
     """Whether its elements do not fill their memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return True
-            expected *= size
-    return False
+    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    expected = accumulate((n for _, n in axes), mul, initial=1)
+    return any(stride != wanted for (stride, _), wanted in zip(axes, expected, strict=False))
 
 
 def _buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
     """Indices of consecutive tensors that together are no larger than the largest, or ``BUCKET``.
 
-    A multi-tensor call makes a temporary for each of its tensors: so the temporaries of a bucket
-    are no more than the largest parameter's would be alone, or 4 MB. On a CPU a bucket is to fit
-    into the caches, and a large parameter is one of its own.
+    So a bucket's temporaries take no more memory than the largest parameter's would, or 4 MB. On a
+    CPU a bucket is to fit into the caches, and a large parameter is one of its own.
     """
     buckets: list[list[int]] = []
     sizes = [weight.numel() for weight in weights]
-    largest = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET)
-    room = -1
+    largest, room = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET), -1
     for index, size in enumerate(sizes):
-        if size > room or not buckets:
+        if size > room:
             buckets.append([])
             room = largest
         buckets[-1].append(index)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError, check_choice
 from steadygrad.optim.checks import dense_gradient
-from steadygrad.optim.loading import TypeKeepingOptimizer, names_of
+from steadygrad.optim.state import TypeKeepingOptimizer, names_of
 from steadygrad.shards import aligned, is_sharded, local
 
 
@@ -100,8 +100,7 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         Checkpoints are then the same before the first step as after it.
         """
         self._allocates = True
-        for group in self.param_groups:
-            self._make_state(group)
+        self._fill_state()
 
     @contextmanager
     def batched_params(
@@ -180,9 +179,11 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                     state[name] = _laid_out_as(p, row.clone())
 
     @torch.no_grad()
-    def _make_state(self, group: Mapping[str, Any]) -> None:
-        for batch in self._collect(group, none_grads="zero") if self._allocates else ():
-            self._store(batch)
+    def _fill_state(self) -> None:
+        for group in self.param_groups if self._allocates else ():
+            if not all(self.state[p] for p in group["params"]):
+                for batch in self._collect(group, none_grads="zero"):
+                    self._store(batch)
 
 
 def _laid_out_as(parameter: Tensor, row: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ the recent norms (least, quarter, median, three quarters, greatest), the ``thres
 ``clipped``, the share of steps clipped since the threshold was last taken.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,27 +69,23 @@ class Report:
         }
 
     def _clipping(self) -> dict[str, Any]:
-        if self._group.get("clipping_scale") is None or not self._shared:
+        state, group = self._shared, self._group
+        if group.get("clipping_scale") is None or not state:
             return {}
-        state, step = self._shared, int(self._shared["clipping_step"])
-        period = len(state["model_norms"])
-        early = () if self._group["recipe"] == "stateless7" else EARLY
+        last, period = int(state["clipping_step"]) - 1, len(state["model_norms"])
         # The first step leaves no norm.
-        norms = state["model_norms"].sort().values[-max(1, min(step - 1, period)) :]
+        norms = state["model_norms"].sort().values[-max(1, min(last, period)) :]
         quarters = torch.tensor((0.0, 0.25, 0.5, 0.75, 1.0), device=norms.device)
+        early = () if group["recipe"] == "stateless7" else EARLY
+        taken = [last // period * period, *(n for n in early if n <= last and n < period), 0]
         return {
             "quartiles": torch.quantile(norms, quarters).tolist(),
             "threshold": float(state["model_norm_threshold"]),
-            "clipped": float(state["num_clipped"]) / _since_threshold(step - 1, period, early),
+            # Of the steps from the one that last took a threshold to the last one.
+            "clipped": float(state["num_clipped"]) / max(1, last - max(taken) + 1),
         }
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         # Values that are no numbers come first.
         ordered = sorted(values.items(), key=lambda item: (item[1] == item[1], -item[1]))
         return dict(ordered[: self._top])
-
-
-def _since_threshold(last: int, period: int, early: Sequence[int]) -> int:
-    """Steps from the one that last took a threshold to the last one, both counted."""
-    taken = [count for count in early if count <= last and count < period]
-    return max(1, last - max(last // period * period, *taken, 0) + 1)

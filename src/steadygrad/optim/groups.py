@@ -15,8 +15,6 @@ from steadygrad._names import plain_name
 Options = Mapping[str, Any]
 
 _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
-# What torch's groups hold beside options.
-_FILLED_IN = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -81,27 +79,36 @@ def param_groups(
     """
     named = _named_parameters(model)
     options = {} if options is None else options
-    _check_options(options)
-    for pattern in options:
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise InputError(
+            f"Expected a mapping from patterns, as text, to options. Found {options!r:.80}. "
+            'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
+        )
+    for pattern, wanted in options.items():
+        _check_wanted(f"the pattern {pattern!r}", wanted)
         if not any(entry.matches(pattern) for entry in named):
             _report_unmatched(pattern, named, strict)
-    groups: list[tuple[dict[str, Any], list[_Named]]] = []
-    for entry in (entry for entry in named if entry.parameter.requires_grad):
-        wanted = _options_of(entry, options)
-        members = next((m for known, m in groups if _same(known, wanted)), None)
-        if members is None:
-            groups.append((wanted, [entry]))
-        else:
-            members.append(entry)
-    if not groups:
+    trained = [entry for entry in named if entry.parameter.requires_grad]
+    if not trained:
         raise InputError(
             f"Expected a parameter that requires a gradient. Found none among {len(named)}. "
             "Remedy: requires_grad_() before the groups are built."
         )
+    groups: list[tuple[Options, list[_Named]]] = []
+    for entry in trained:
+        wanted = _options_of(entry, options)
+        # Tensors are alike where they are the same one: to compare them would read them.
+        key = {n: (Tensor, id(v)) if isinstance(v, Tensor) else v for n, v in wanted.items()}
+        if not any(known == key for known, _ in groups):
+            groups.append((key, []))
+        next(members for known, members in groups if known == key).append(entry)
     bases = {"lr": lr, "weight_decay": weight_decay}
     return [
-        {"params": [(m.name, m.parameter) for m in members], **_resolve(wanted, bases, members[0])}
-        for wanted, members in groups
+        {
+            "params": [(entry.name, entry.parameter) for entry in members],
+            **_resolve(members[0].name, _options_of(members[0], options), bases),
+        }
+        for _, members in groups
     ]
 
 
@@ -130,22 +137,13 @@ def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_
     ]
 
 
-def _check_options(options: Mapping[str, Options]) -> None:
-    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
-        raise InputError(
-            f"Expected a mapping from patterns, as text, to options. Found {options!r:.80}. "
-            'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
-        )
-    for pattern, wanted in options.items():
-        _check_wanted(f"the pattern {pattern!r}", wanted)
-
-
 def _check_wanted(whose: str, wanted: Any) -> None:
     names = wanted if isinstance(wanted, Mapping) else [None]
-    if not all(isinstance(name, str) and name not in _FILLED_IN for name in names):
+    # torch's groups hold these beside options.
+    if not all(isinstance(n, str) and n not in ("params", "param_names") for n in names):
         raise InputError(
-            f"Expected a mapping from names of options to values for {whose}, without "
-            f'{" and ".join(_FILLED_IN)}. Found {wanted!r}. Remedy: {{"weight_decay": 0.0}}.'
+            f"Expected a mapping from names of options to values for {whose}, without params and "
+            f'param_names. Found {wanted!r}. Remedy: {{"weight_decay": 0.0}}.'
         )
     for name in _MULTIPLIERS:
         if wanted.get(name) is not None:
@@ -159,15 +157,13 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
     else:
         names = [entry.aliases[0] for entry in named]
         # Ends of names too, for a pattern such as "*.baises".
-        ends = {
-            name.split(".", cut)[-1]: name for name in names for cut in range(name.count(".") + 1)
-        }
-        near = get_close_matches(pattern.strip("*."), ends)
-        hint = f"Near names: {', '.join([ends[end] for end in near] or names[:3])}."
+        ends = {n.split(".", cut)[-1]: n for n in names for cut in range(n.count(".") + 1)}
+        near = [ends[end] for end in get_close_matches(pattern.strip("*."), ends)]
+        hint = f"Near names: {', '.join(near or names[:3])}."
     message = f"Expected the pattern {pattern!r} to match a parameter. Found none. {hint}"
     if strict:
-        raise InputError(f"{message} Remedy: fix or drop the pattern, or pass strict=False.")
-    warnings.warn(f"{message} Remedy: fix or drop the pattern.", stacklevel=3)
+        raise InputError(f"{message} Remedy: fix or drop it, or pass strict=False.")
+    warnings.warn(f"{message} Remedy: fix or drop it.", stacklevel=3)
 
 
 def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]:
@@ -183,27 +179,16 @@ def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]
     return wanted
 
 
-def _same(one: Options, other: Options) -> bool:
-    """Equal options; tensors only when they are the same one, as comparing reads them."""
-    return one.keys() == other.keys() and all(
-        value is other[name]
-        or (not any(isinstance(v, Tensor) for v in (value, other[name])) and value == other[name])
-        for name, value in one.items()
-    )
-
-
-def _resolve(wanted: Options, bases: Options, first: _Named) -> dict[str, Any]:
+def _resolve(first: str, wanted: Options, bases: Options) -> dict[str, Any]:
     """A group's final options: bases filled in, multipliers applied."""
-    group = {name: value for name, value in wanted.items() if name not in _MULTIPLIERS}
-    for name, base in bases.items():
-        if base is not None:
-            group.setdefault(name, base)
+    given = {name: base for name, base in bases.items() if base is not None} | {**wanted}
+    group = {name: value for name, value in given.items() if name not in _MULTIPLIERS}
     for multiplier, name in _MULTIPLIERS.items():
         if (factor := wanted.get(multiplier)) is None:
             continue
         if group.get(name) is None:
             raise InputError(
-                f"Expected a base {name} for `{multiplier}` of {first.name!r}. Found none. "
+                f"Expected a base {name} for `{multiplier}` of {first!r}. Found none. "
                 f"Remedy: param_groups(..., {name}=...), or {name!r} instead of {multiplier!r}."
             )
         group[name] = group[name] * factor

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.optim.loading import check_outline
-from steadygrad.optim.state import StateField
+from steadygrad.optim.state import StateField, check_outline
 
 
 def unstack(

@@ -1,30 +1,34 @@
 """State that is allocated at construction, kept in its own type, and shared where a group has one.
 
-Checkpoints are then the same before the first step as after it, on every process.
+Checkpoints are then the same before the first step as after it, on every process. torch's own
+``load_state_dict`` casts states to their parameter's type: a float32 master of bfloat16 weights
+would lose what it is there for.
 """
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, shown
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.checks import (
-    LARGEST,
-    check_names,
-    check_options,
-    check_state_tensor,
-)
-from steadygrad.optim.loading import TypeKeepingOptimizer
-from steadygrad.shards import is_on_mesh_of, is_sharded, shared_out
+from steadygrad.optim.checks import TYPES, check_names, check_options, check_parameter
+from steadygrad.shards import is_on_mesh_of, is_sharded, local, shared_out
+
+Options = Mapping[str, Any]
 
 # Name of the float32 master of a 16-bit parameter, which holds the digits that the weight cannot.
 MASTER = "master_weight"
+# Types that a state can be loaded from.
+_REAL = (*TYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# States that count steps.
+_COUNTS = ("step", "skipped", "clipping_step")
+LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class StateField:
     shared: bool = False  # exists once a group and device, seen from every parameter of it
     sized_only: bool = False  # only parameters of more than one element have it
 
-    def shape(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    def shape(self, parameter: Tensor, group: Options) -> tuple[int, ...]:
         """Shape of the state, for a parameter in a group with some options."""
         if self.elementwise:
             return tuple(parameter.shape)
@@ -58,14 +62,106 @@ ADAM_FIELDS = {
 }
 
 
-def ensure_master(
-    parameter: Tensor, state: MutableMapping[str, Any], group: Mapping[str, Any]
-) -> None:
+def ensure_master(parameter: Tensor, state: dict[str, Any], group: Options) -> None:
     """Makes or drops a master where the model was cast, or the option changed, since."""
     is_narrow = parameter.dtype in (torch.float16, torch.bfloat16)
     wanted = is_narrow and group["master_weights"] is not False
     if (MASTER in state) != wanted and state.pop(MASTER, None) is None:
         state[MASTER] = parameter.detach().to(torch.float32)
+
+
+class TypeKeepingOptimizer(Optimizer):
+    """An optimizer that loads every tensor in its own type, and as a copy."""
+
+    def _check_group(self, group: Options) -> None:
+        """Raises InputError unless a group's options can be used; a subclass adds its own."""
+
+    def _fill_state(self) -> None:
+        """Makes the states that parameters lack."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group and the state of its parameters.
+
+        Args:
+            param_group: ``params``, and options that differ from the defaults.
+
+        Raises:
+            InputError: If an option is wrong or a parameter is complex or sparse.
+        """
+        if "named_params" in param_group and "params" not in param_group:
+            # As icefall's get_parameter_groups_with_lrs makes them.
+            param_group = {**param_group, "params": param_group["named_params"]}
+            del param_group["named_params"]
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_names(group, self.defaults)
+            self._check_group(group)
+            for parameter, name in zip(group["params"], names_of(group), strict=True):
+                check_parameter(parameter, name)
+            self._fill_state()
+        except BaseException:
+            # Whatever it is, such as no memory for the states, or a warning that is an error.
+            for parameter in self.param_groups.pop()["params"]:
+                self.state.pop(parameter, None)
+            raise
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state, every tensor in its own type and as a copy on its parameter's device.
+
+        Args:
+            state_dict: The dictionary that ``state_dict()`` returned, on any device.
+
+        Raises:
+            ValueError: If it is of other groups or another optimizer; nothing is changed then.
+        """
+        # Hooks may make a state dict of what has another outline, and torch copies it for them.
+        if not hasattr(state_dict, "copy"):
+            check_outline(state_dict)
+        self._fill_state()
+        states: dict[Tensor, dict[str, Tensor]] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            check_outline(given)
+            rest = {**given["state"]}
+            # Options that are newer than the state dict, as in torch.
+            groups = [{**self.defaults, **group} for group in given["param_groups"]]
+            # torch itself refuses other numbers of groups and parameters.
+            for own, group in zip(self.param_groups, groups, strict=False):
+                _check_order(own.get("param_names"), group.get("param_names"))
+                self._check_group(group)
+                for p, key in zip(own["params"], group["params"], strict=False):
+                    state = rest.pop(key, {}).items()
+                    states[p] = {name: _as_tensor(name, value, p) for name, value in state}
+                    self._check_state(p, group, states[p])
+            return {**given, "param_groups": groups, "state": rest}
+
+        def put(_: Optimizer) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    for name, value in states[p].items():
+                        self.state[p][name] = self._place(p, group, name, value)
+
+        # The last hook before and the first after, so that others see tensors, and what they return
+        # is what is loaded.
+        with (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+        self._fill_state()
+
+    def _check_state(self, parameter: Tensor, group: Options, state: dict[str, Any]) -> None:
+        """Raises InputError if a parameter cannot have a state that was saved with a group."""
+        for name, value in self.state.get(parameter, {}).items():
+            if getattr(value, "shape", None) == parameter.shape:
+                _check_shape(name, state.get(name, value), parameter.shape, "the parameter's ")
+
+    def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
+        """A loaded tensor as it is kept."""
+        return value.detach().to(parameter.device, copy=True)
 
 
 class StatefulOptimizer(TypeKeepingOptimizer):
@@ -80,49 +176,41 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     # Number of decays in the option `betas`.
     _betas = 2
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Checks a group's options; a subclass adds its own."""
+    def _check_group(self, group: Options) -> None:
         check_options(group, self._betas)
 
-    def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    def _state_dtype(self, parameter: Tensor, group: Options) -> torch.dtype:
         """Type of a parameter's averages: float32, or float64 for float64 parameters."""
         return wide(parameter.dtype)
 
     def _field(self, name: str) -> StateField:
         return self._fields.get(name) or StateField(elementwise=name == MASTER)
 
-    def _dtype_of(self, name: str, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    def _dtype_of(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
         dtype = self._field(name).dtype or self._state_dtype(parameter, group)
         return exact(parameter.device) if dtype is torch.float64 else dtype
 
-    def _new_state(
-        self, parameter: Tensor, group: Mapping[str, Any], *, shared: bool
-    ) -> dict[str, Tensor]:
+    def _new_state(self, parameter: Tensor, group: Options, *, shared: bool) -> dict[str, Tensor]:
         """A parameter's own state before its first step, masters aside, or its group's."""
         found = {}
         for name, field in self._fields.items():
             if field.shared is shared and not (field.sized_only and parameter.numel() == 1):
-                dtype = self._dtype_of(name, parameter, group)
-                if field.elementwise:
-                    found[name] = torch.zeros_like(parameter, dtype=dtype)
-                else:
-                    shape = field.shape(parameter, group)
-                    value, device = field.initial, parameter.device
-                    found[name] = torch.full(shape, value, dtype=dtype, device=device)
+                dtype, device = self._dtype_of(name, parameter, group), parameter.device
+                shape = field.shape(parameter, group)
+                found[name] = (
+                    torch.zeros_like(parameter, dtype=dtype)
+                    if field.elementwise
+                    else torch.full(shape, field.initial, dtype=dtype, device=device)
+                )
         return found
-
-    def _make_state(self, group: Mapping[str, Any]) -> None:
-        check_names(group, self.defaults)
-        self._fill_state()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _fill_state(self) -> None:
-        """State of parameters that have none, as at construction or where a wrapper put others.
-
-        And masters where the model was cast since.
-        """
+        """Makes what lacks at construction, where a wrapper put others, or after a cast."""
+        names = [name for name, field in self._fields.items() if field.shared]
         for group in self.param_groups:
+            shared: dict[torch.device, dict[str, Any]] = {}
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -133,26 +221,18 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     # ZeroRedundancyOptimizer puts what it loads on the host.
                     if value.device != p.device and not value.ndim:
                         state[name] = value.to(p.device)
-        self._tie_shared()
+                if not shared.get(p.device):
+                    shared[p.device] = {name: state[name] for name in names if name in state}
+            # Every parameter of a group and device sees the same shared tensors.
+            for p in group["params"]:
+                own = shared[p.device]
+                if len(own) < len(names):
+                    own.update({**self._new_state(p, group, shared=True), **own})
+                self.state[p].update(own)
         known = {p for group in self.param_groups for p in group["params"]}
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
                 del self.state[p]
-
-    def _tie_shared(self) -> None:
-        """Lets every parameter of a group and device see the same shared tensors."""
-        names = [name for name, field in self._fields.items() if field.shared]
-        for group in self.param_groups:
-            found: dict[torch.device, dict[str, Any]] = {}
-            for p in group["params"]:
-                state = self.state[p]
-                if not found.get(p.device):
-                    found[p.device] = {name: state[name] for name in names if name in state}
-            for p in group["params"]:
-                own = found[p.device]
-                if len(own) < len(names):
-                    own.update({**self._new_state(p, group, shared=True), **own})
-                self.state[p].update(own)
 
     def _check_groups(self) -> None:
         """Checks the options, which anybody may have changed since the last step."""
@@ -161,12 +241,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             self._check_group(group)
             for name, option in lengths:
                 states = (self.state[p] for p in group["params"])
-                state = next((state for state in states if name in state), None)
-                if state is not None and len(state[name]) != group[option]:
+                length = next((len(s[name]) for s in states if name in s), group[option])
+                if length != group[option]:
                     raise InputError(
-                        f"Option `{option}` should be what it was at construction. Found "
-                        f"{group[option]} with a state for {len(state[name])}. Remedy: a new "
-                        "optimizer."
+                        f"Option `{option}` should be {length}, as at construction. Found "
+                        f"{group[option]}. Remedy: a new optimizer."
                     )
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,43 +258,105 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
         return found
 
-    def _finish_load(self) -> None:
-        self._fill_state()
-
-    def _place(
-        self, parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor
-    ) -> Tensor:
+    def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
         # To the type it is kept in, should it have been saved in another.
         dtype = self._dtype_of(name, parameter, group)
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if self._field(name).elementwise else value
 
-    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        self._fill_state()
-        super()._check_loaded(state_dict)
-
-    def _check_loaded_group(self, saved: Mapping[str, Any]) -> None:
-        check_names(saved, self.defaults)
-        self._check_group({**self.defaults, **saved})
-
-    def _check_loaded_state(
-        self, parameter: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> None:
-        expected = set(self.state[parameter]) - {MASTER}
-        if missing := expected - set(state):
+    def _check_state(self, parameter: Tensor, group: Options, state: dict[str, Any]) -> None:
+        expected = {*self.state[parameter]} - {MASTER}
+        if missing := expected - {*state}:
             raise InputError(
                 f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
                 f"{sorted(state)}. Remedy: {self._load_remedy}"
             )
-        for name in (expected | {MASTER}) & set(state):
-            field, value, group = self._field(name), state[name], {**self.defaults, **saved}
+        for name in (expected | {MASTER}) & {*state}:
+            field, value = self._field(name), state[name]
+            whose = "the parameter's " if field.elementwise else ""
+            _check_shape(name, value, field.shape(parameter, group), whose)
             # In the type that it is kept in, a larger number would be infinite.
             most = torch.finfo(self._dtype_of(name, parameter, group)).max
-            bounds = max(field.low, -most), field.high if math.isinf(field.high) else most
-            check_state_tensor(name, value, field.shape(parameter, group), bounds, parameter)
+            high = field.high if math.isinf(field.high) else most
+            _check_values(name, value, max(field.low, -most), high)
             if is_sharded(value) and not (field.elementwise and is_on_mesh_of(value, parameter)):
                 raise InputError(
                     f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
-                    f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor(), or "
-                    "torch.distributed.checkpoint, which lays states out anew."
+                    f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor()."
                 )
+
+
+def names_of(group: Options) -> Sequence[str]:
+    """Names of a group's parameters; ``params.3`` for the fourth where they have none."""
+    return group.get("param_names") or [f"params.{i}" for i in range(len(group["params"]))]
+
+
+def check_outline(state_dict: Any, remedy: str = "load what state_dict() returned") -> None:
+    """Raises InputError unless this is a state dict in its outline: groups, and states by keys."""
+    try:
+        groups, states = state_dict["param_groups"], [*state_dict["state"].values()]
+        keys = [key for group in groups for key in group["params"]]
+        fits = len({*keys}) == len(keys) and {*map(type, keys)} <= {int, str}
+        for group in groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            fits &= isinstance(names, list) and {*map(type, names)} <= {str}
+            fits &= len(names) == len(group["params"])
+        fits &= all(isinstance(each, Mapping) for each in [*groups, *states])
+    except (TypeError, KeyError, AttributeError):
+        fits = False
+    if not fits:
+        raise InputError(
+            "Expected a `state_dict` with param_groups, which list their parameters by keys, with "
+            "`param_names` for all or none, and a state for these keys. Found none in what was "
+            f"given. Remedy: {remedy}."
+        )
+
+
+def _check_order(names: Any, saved: Any) -> None:
+    """Raises if the same names come in another order: torch goes by place alone."""
+    if names and saved and names != saved and sorted(names) == sorted(saved):
+        pairs = enumerate(zip(names, saved, strict=True))
+        place, (name, other) = next(pair for pair in pairs if len({*pair[1]}) > 1)
+        raise InputError(
+            f"Expected the state of {name!r} at place {place} of a group. Found that of {other!r}. "
+            "Remedy: build the optimizer from the parameters in the order of the state dict."
+        )
+
+
+def _as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
+    """A saved state, which must be a number, or a dense tensor with values."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        # Old programs count steps in plain numbers.
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        if is_dense and (parameter.is_meta or not value.is_meta):
+            return value
+    raise _damaged(name, "that is a number, or a dense tensor with values", shown(value))
+
+
+def _check_shape(name: str, value: Tensor, shape: Sequence[int], whose: str) -> None:
+    if value.shape != shape:
+        raise _damaged(name, f"with {whose}shape {tuple(shape)}", tuple(value.shape))
+
+
+def _check_values(name: str, value: Tensor, low: float, high: float) -> None:
+    own, wrong = local(value).detach(), ""
+    if value.dtype not in _REAL:
+        wrong = f"{value.dtype}"
+    elif own.numel() and not own.is_meta:
+        least, largest = (float(x) for x in torch.aminmax(own))
+        # A comparison with NaN is false.
+        if not low <= least <= largest <= high:
+            wrong = f"values from {least:g} to {largest:g}"
+        elif name in _COUNTS and largest != int(largest):
+            wrong = f"{largest:g}, which is no whole number"
+    if wrong:
+        raise _damaged(name, f"of numbers from {low:g} to {high:g}", wrong)
+
+
+def _damaged(name: str, expected: str, found: Any) -> InputError:
+    return InputError(
+        f"Expected a `{name}` {expected}. Found {found}. Remedy: load a state dict that is not "
+        "damaged, of a model with the same parameters in the same order."
+    )

@@ -174,3 +174,22 @@ def test_a_group_added_later_has_its_state_at_once():
     lazy = Bare([torch.ones(2, requires_grad=True)])
     lazy.add_param_group({"params": [late.detach().clone().requires_grad_()]})
     assert not any(lazy.state.values())
+
+
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(InputError, match=r"'momentun'.*'momentum'"):
+        Momentum([{"params": make_params(), "momentun": 0.5}])
+
+
+@pytest.mark.parametrize("value", ["0", None, [0.0], torch.eye(2).to_sparse()], ids=str)
+def test_a_state_that_is_no_tensor_is_refused_and_changes_nothing(value):
+    params = make_params()
+    optimizer = Momentum(params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["more"] = value
+    run(optimizer, params, range(2))
+    before = optimizer.state[params[0]]["velocity"].clone()
+    with pytest.raises(InputError, match="`more` that is a number, or a dense tensor"):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[params[0]]["velocity"], before)
+    assert "more" not in optimizer.state[params[0]]

@@ -63,7 +63,7 @@ def test_a_group_that_fails_for_any_reason_leaves_nothing_behind(kind, monkeypat
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(kind, "_make_state", fail)
+    monkeypatch.setattr(kind, "_fill_state", fail)
     with pytest.raises(MemoryError):
         optimizer.add_param_group({"params": [other]})
     assert len(optimizer.param_groups) == 1
