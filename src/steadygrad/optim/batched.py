@@ -66,14 +66,10 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                             batch.param.sub_(group["lr"] * velocity)
                 return loss
 
-    A norm for each parameter is one over all dimensions but the first. Counters that all
-    parameters share are best kept in the group, those of single ones as state with shape ``[n]``.
-
-    **None gradients** count as zeros unless ``batched_params`` skips them; zeros still decay
-    averages and, with momentum, move a parameter, which torch's own optimizers do not.
-
-    **Sharded parameters** (DTensors) are batched by the shapes of their local parts, and state of
-    that shape becomes a DTensor. Rules by element are exact; a norm is that of the local part.
+    A norm for each parameter is one over all dimensions but the first. **None gradients** count as
+    zeros unless ``batched_params`` skips them; zeros still decay averages and, with momentum, move
+    a parameter. **Sharded parameters** (DTensors) are batched by their local parts, and state of
+    that shape becomes a DTensor; a norm is that of the local part.
 
     Args:
         params: Parameters, named parameters, or groups of either; real and dense.
@@ -89,16 +85,12 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     def init_state(self, batch: Batch) -> Mapping[str, Tensor]:
         """State of parameters that have none yet, by name, with shape ``[n, ...]``.
 
-        Called when any member of a batch lacks state. Those that have one keep it: a row must
-        depend on its own parameter only.
+        Members that have one keep it: a row must depend on its own parameter only.
         """
         return {}
 
     def allocate_state(self) -> None:
-        """Makes the state of every parameter now; call it at the end of your ``__init__``.
-
-        Checkpoints are then the same before the first step as after it.
-        """
+        """Makes the state of every parameter now, for checkpoints before the first step."""
         self._allocates = True
         self._fill_state()
 

@@ -79,12 +79,10 @@ def _row(stack: Tensor, row: int, field: StateField) -> Tensor:
 
 
 def _check_delta(stack: Mapping[str, Any], shape: tuple[int, ...], index: int) -> None:
-    delta = stack.get("delta")
-    if not isinstance(delta, Tensor) or tuple(delta.shape) != shape:
-        what = f"`delta` of shape {tuple(getattr(delta, 'shape', ()))}"
-        what = what if "delta" in stack else "no `delta`"
+    found = getattr(stack.get("delta"), "shape", None)
+    if found != shape:
         raise InputError(
-            f"Expected a stack of shape {shape} at parameter {index} of the checkpoint. Found "
-            f"{what}. Remedy: a checkpoint of icefall's ScaledAdam for this very model, with its "
-            "parameters in the order that the optimizer got them in."
+            f"Expected a `delta` of shape {shape} at parameter {index} of the checkpoint. Found "
+            f"{found and tuple(found)}. Remedy: a checkpoint of icefall's ScaledAdam for this very "
+            "model, with its parameters in the order that the optimizer got them in."
         )

@@ -217,13 +217,9 @@ class LAMB(LayerwiseOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of either.
-        lr: :math:`\eta`, a number or a tensor of one element.
-        betas: :math:`\beta_1, \beta_2`, in [0, 1).
-        eps: :math:`\epsilon`, positive.
+        lr, betas, eps, lower_bound, upper_bound: As in :class:`LANS`.
         weight_decay: :math:`\lambda`. The decay term is part of the direction, which is normalised:
             with ``adapt`` it changes the direction of a step but not its length.
-        lower_bound: Least value of :math:`\phi`; None: no bound.
-        upper_bound: Greatest value of :math:`\phi`; None: no bound.
         max_grad_norm: Norm over the gradients of all groups above which they are scaled down to
             it before anything else, as in NVLAMB, where it is 1; None: they are not.
         adapt: Whether there is a trust ratio; programs for BERT leave it out for biases and gains

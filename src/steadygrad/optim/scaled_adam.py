@@ -20,6 +20,9 @@ from steadygrad.optim.icefall import unstack
 from steadygrad.optim.state import SKIPPED, STEP, StateField
 
 RECIPES = ("zipformer", "stateless7")
+# Options of a group that the rule needs, in its order.
+_SIZE_OPTIONS = ("scalar_lr_scale", "param_min_rms", "param_max_rms", "scalar_max")
+_RULE = ("betas", "eps", *_SIZE_OPTIONS, "size_update_period")
 # Small states that parameters of more than one element have.
 SIZES = {
     "param_rms": StateField(low=0.0, sized_only=True),
@@ -345,15 +348,5 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
 
 
 def _rule(batch: ParamBatch) -> rule_of.Rule:
-    group = batch.group
-    return rule_of.Rule(
-        lr=batch.lr,
-        betas=group["betas"],
-        eps=group["eps"],
-        scalar_lr_scale=group["scalar_lr_scale"],
-        min_rms=group["param_min_rms"],
-        max_rms=group["param_max_rms"],
-        scalar_max=group["scalar_max"],
-        period=group["size_update_period"],
-        original=group["recipe"] == "stateless7",
-    )
+    is_original = batch.group["recipe"] == "stateless7"
+    return rule_of.Rule(*[batch.lr, *(batch.group[name] for name in _RULE), is_original])

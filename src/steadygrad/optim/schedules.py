@@ -19,26 +19,22 @@ class _FactorLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Learning rates for the batch to come, one a group."""
-        groups = len(self.optimizer.param_groups)
-        if groups != len(self.base_lrs):
+        found, factor = len(self.optimizer.param_groups), self._factor()
+        if found != len(self.base_lrs):
             raise InputError(
                 f"Expected {len(self.base_lrs)} parameter groups, as when the schedule was made. "
-                f"Found {groups}. Remedy: make the schedule after `add_param_group`."
+                f"Found {found}. Remedy: make the schedule after `add_param_group`."
             )
-        factor = self._factor()
         return [base * factor for base in self.base_lrs]
 
     def _write(self) -> None:
         """Sets learning rates without counting a batch."""
-        for group, value in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        self._last_lr = self.get_lr()
+        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:
                 group["lr"] = value
-        self._last_lr = [
-            lr.clone() if isinstance(lr, Tensor) else lr
-            for lr in (group["lr"] for group in self.optimizer.param_groups)
-        ]
 
 
 class WarmupHoldDecay(_FactorLR):
@@ -73,8 +69,7 @@ class WarmupHoldDecay(_FactorLR):
         ...     optimizer.step()
         ...     schedule.step()
 
-    Like torch's LambdaLR it sets the learning rate, and does not chain with schedules that multiply
-    it: put them one after the other in a ``SequentialLR``.
+    As torch's LambdaLR it sets the rate: it follows others in a ``SequentialLR`` only.
 
     References:
         | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
@@ -215,11 +210,10 @@ class Eden(_FactorLR):
         self._write()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, of this schedule or of icefall's.
+        """Loads a state, of this schedule or of icefall's, which has two counters only.
 
-        icefall saves two counters only. The base learning rates are then what its optimizer has
-        as ``base_lr`` in its groups, else those that this schedule was made with; the learning
-        rates are set at once. A state of this schedule brings its own numbers, as in torch.
+        The base learning rates are then what the optimizer has as ``base_lr`` in its groups, else
+        those that this schedule was made with; the learning rates are set at once.
 
         Args:
             state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.

@@ -71,7 +71,7 @@ def test_other_parameters_are_refused_and_nothing_changes():
     swapped = dict(reversed(parameters.items()))
     optimizer = ScaledAdam(swapped.values())
     before = change(optimizer)
-    with pytest.raises(InputError, match=r"stack of shape .* in the order"):
+    with pytest.raises(InputError, match=r"`delta` of shape .* in the order"):
         optimizer.load_icefall_state_dict(saved)
     after = change(optimizer)
     assert all(torch.equal(before[k], after[k]) for k in before)
