@@ -1,23 +1,19 @@
 """Adan's pass as a compiled loop for CPUs; it needs numba, and is loaded when a step needs it."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from steadygrad.optim.loops.numbers import (
-    BLOCK,
-    arguments,
     arrays_at,
-    chunk_of,
+    block_of,
     narrow,
     round_masters,
     source_of,
     state_at,
     sync_masters,
+    take_turn,
+    types_of,
     unscaled,
-    wide,
     widen,
 )
 
@@ -25,57 +21,48 @@ from steadygrad.optim.loops.numbers import (
 SOURCE, OPTIONS = source_of(), 4
 
 
-def move_kernel(
-    grad: Any, weight: Any, state: Any, param: Any, count: int
-) -> Callable[[Any], None]:
-    """Moves all averages and the weights.
+@block_of
+def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
+    """Moves all averages and the weights of some elements.
 
     Args:
-        grad: Numpy's type of gradients; the bits of 16-bit ones.
-        weight: That of weights, or of their masters.
-        state: That of the large states.
-        param: That of parameters: of ``weight`` unless these are masters.
-        count: Number of factors.
+        args: The loop's arguments, for ``arrays_at``.
+        row: Addresses of the tensor's gradient, weight and states.
+        first: The first element.
+        size: Number of elements.
+        by: The tensor's factors, in their order.
+        given: The options, and one over the loss scale as the last.
+        types: See ``types_of``.
     """
-    source, types, rounded = SOURCE, (grad, weight, state, param), param is not weight
-    exact, number = wide(weight), wide(grad)
-    largest = np.finfo(number).max
+    state, exact, inverse_scale = types[2], types[5], types[4](given[-1])
+    g, x, p = arrays_at(args, row, first, size, types)
+    m, v = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
+    n, previous = state_at(row, 2, first, size, types), state_at(row, 3, first, size, types)
+    beta1, beta2, beta3 = state(given[0]), state(given[1]), state(given[2])
+    rest1, rest2, rest3 = state(1 - given[0]), state(1 - given[1]), state(1 - given[2])
+    eps, sign, follows = state(given[3]), state(by[1]), state(by[2])
+    along_m, along_n, unbias3, keep = state(by[3]), state(by[4]), state(by[5]), exact(by[6])
+    sync_masters(x, p, size)
+    for i in range(size):
+        slope = state(unscaled(widen(g[i]), inverse_scale)) * sign
+        change = (slope - previous[i]) * follows
+        previous[i] = slope
+        m[i] = beta1 * m[i] + rest1 * slope
+        n[i] = beta2 * n[i] + rest2 * change
+        ahead = slope + beta2 * change
+        v[i] = beta3 * v[i] + rest3 * (ahead * ahead)
+        step = along_m * m[i] + along_n * n[i]
+        step /= math.sqrt(v[i] * unbias3) + eps
+        x[i] = narrow(keep * exact(widen(x[i])) - step, x[i])
+    round_masters(x, p, size)
+    return (state(0),)
+
+
+def move_kernel(grad: Any, weight: Any, state: Any, param: Any, count: int) -> Any:
+    """The loop for some types, with the number of factors."""
+    source, types = SOURCE, types_of(grad, weight, state, param)
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, options = arguments(data, count, OPTIONS + 0 * source)
-        beta1, beta2, beta3 = state(options[0]), state(options[1]), state(options[2])
-        rest1, rest2, rest3 = 1 - options[0], 1 - options[1], 1 - options[2]
-        rest1, rest2, rest3 = state(rest1), state(rest2), state(rest3)
-        eps, inverse_scale = state(options[3]), number(options[-1])
-        while True:
-            c, tensor, start, stop = chunk_of(args, table, sums, factors, False)
-            if c < 0:
-                return
-            sign, follows = state(factors[1, tensor]), state(factors[2, tensor])
-            along_m, along_n = state(factors[3, tensor]), state(factors[4, tensor])
-            unbias3, keep = state(factors[5, tensor]), exact(factors[6, tensor])
-            for first in range(start, stop, BLOCK):
-                size = min(BLOCK, stop - first)
-                row = table[tensor]
-                g, x, p = arrays_at(args, row, first, size, types)
-                m = state_at(row, 0, first, size, types)
-                v = state_at(row, 1, first, size, types)
-                n = state_at(row, 2, first, size, types)
-                previous = state_at(row, 3, first, size, types)
-                if rounded:
-                    sync_masters(x, p, size)
-                for i in range(size):
-                    slope = state(unscaled(widen(g[i]), inverse_scale, largest)) * sign
-                    change = (slope - previous[i]) * follows
-                    previous[i] = slope
-                    m[i] = beta1 * m[i] + rest1 * slope
-                    n[i] = beta2 * n[i] + rest2 * change
-                    ahead = slope + beta2 * change
-                    v[i] = beta3 * v[i] + rest3 * (ahead * ahead)
-                    step = along_m * m[i] + along_n * n[i]
-                    step /= math.sqrt(v[i] * unbias3) + eps
-                    x[i] = narrow(keep * exact(widen(x[i])) - step, x[i])
-                if rounded:
-                    round_masters(x, p, size)
+        take_turn(move, data, 0, (count, OPTIONS + 0 * source), types, False)
 
     return kernel

@@ -39,19 +39,9 @@ def check_number(
     high_open: bool = False,
     remedy: str = "",
 ) -> float:
-    """Returns ``value`` when it is a finite number within the bounds.
+    """Returns ``value`` when it is a finite number within the bounds, else raises InputError.
 
-    Args:
-        name: What the caller knows the value by.
-        value: The value.
-        low: Least value.
-        high: Largest value.
-        low_open: Whether ``low`` itself is refused.
-        high_open: Whether ``high`` itself is refused.
-        remedy: What to do instead, without a full stop. Default: what the bounds say.
-
-    Raises:
-        InputError: If it is not, naming the bounds, the value and the remedy.
+    ``name`` is what the caller knows the value by; the remedy is by default what the bounds say.
     """
     left = "(" if low_open or low == -math.inf else "["
     right = ")" if high_open or high == math.inf else "]"
@@ -72,17 +62,7 @@ def check_number(
 
 
 def check_count(name: str, value: int, *, low: int = 1, remedy: str = "") -> int:
-    """Returns ``value`` when it is an integer of at least ``low``.
-
-    Args:
-        name: What the caller knows the value by.
-        value: The value.
-        low: Least value.
-        remedy: What to do instead, without a full stop. Default: what the bound says.
-
-    Raises:
-        InputError: If it is not, naming the bound, the value and the remedy.
-    """
+    """Returns ``value`` when it is an integer of at least ``low``, else raises InputError."""
     if isinstance(value, bool) or not isinstance(value, int):
         wrong = _other_type(value, "integer")
     elif value < low:
@@ -113,17 +93,7 @@ def shown(value: object) -> str:
 
 
 def check_type(name: str, value: object, kind: type[T], remedy: str) -> T:
-    """Returns ``value`` when it is an instance of ``kind``.
-
-    Args:
-        name: What the caller knows the value by.
-        value: The value.
-        kind: What it should be.
-        remedy: What to do instead, without a full stop.
-
-    Raises:
-        InputError: If it is not, naming its type and the remedy.
-    """
+    """Returns ``value`` when it is an instance of ``kind``, else raises InputError."""
     if isinstance(value, kind):
         return value
     raise InputError(

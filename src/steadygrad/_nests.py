@@ -68,12 +68,8 @@ def tree_map_tensors(function: Callable[[Tensor], Tensor], nest: Any, where: str
 def tree_tensors(nest: Any, where: str) -> list[Tensor]:
     """Collects the tensors that require a gradient, each once, in the nest's order.
 
-    Args:
-        nest: The nest.
-        where: Name of the nest, for the error.
-
-    Raises:
-        InputError: If such a tensor is in an object that cannot be taken apart.
+    Raises InputError, with the nest's name, if such a tensor is in an object that cannot be taken
+    apart.
     """
     tensors: dict[int, Tensor] = {}
 

@@ -276,3 +276,10 @@ def test_the_pages_balanced_trainer_trains(tmp_path):
     found = run(blocks(PAGE, "python")[0], names_of(tmp_path), PAGE)
     found["trainer"].train()
     assert found["trainer"].balancer.metrics["target_size"] == pytest.approx(0.1 / 1.1)
+
+
+def test_a_gradient_scaler_without_float16_is_refused(tmp_path):
+    batches = token_batches(ACCUMULATION)
+    trainer = make_trainer(tmp_path, batches, options={"bf16": False}, grad_scaler=scaler_of)
+    with pytest.raises(InputError, match="fp16=True"):
+        trainer.train()

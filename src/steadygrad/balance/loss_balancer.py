@@ -266,14 +266,6 @@ class LossBalancer(nn.Module):
         """Forgets averages and counts; weights stay. Fills buffers made by `to_empty`."""
         self.state.reset_parameters()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if f"{prefix}core.names_json" in state_dict:
-            raise InputError(
-                "Expected a balancer's state with one row a loss. Found one of a development "
-                "version of 0.2.0. Remedy: load without it; the averages start afresh."
-            )
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def _present(self, losses: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Returns the losses that are not None; a single process must have one with a weight."""
         for name in losses:

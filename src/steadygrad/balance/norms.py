@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from steadygrad._checks import InputError
 from steadygrad.averages import DoubleBuffers
 from steadygrad.balance.equations import shares
 from steadygrad.balance.options import LossScale, Options
@@ -134,8 +135,15 @@ class LossState(DoubleBuffers):
         """Writes new values into the buffers, once nothing can fail any more."""
         torch._foreach_copy_(self.rows(), list(torch.stack(numbers, dim=1).unbind()))
 
-    def _load_from_state_dict(self, *state: Any) -> None:
-        super()._load_from_state_dict(*state)
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        for name in self.weights:
+            row = state.get(f"{prefix}loss_{name}")
+            if isinstance(row, Tensor) and not (row.is_meta or bool(row.isfinite().all())):
+                raise InputError(
+                    f"Expected a `state` with finite numbers of the loss {name!r}. Found others. "
+                    "Remedy: load a state that is not damaged."
+                )
+        super()._load_from_state_dict(state, prefix, *rest)
         for name, row in zip(self.weights, self.rows(), strict=True):
             if not row.is_meta:
                 self.weights[name] = row[0].item()

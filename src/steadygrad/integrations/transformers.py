@@ -29,8 +29,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("transformers", "transformers") from error
 
-__all__ = ["SteadygradMixin"]
-
 IGNORED = -100
 STATE_NAME = "steadygrad-state.pt"
 
@@ -237,6 +235,8 @@ class SteadygradMixin(ScheduledTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Makes the gradient scaler too, before Accelerate wraps the optimizer with it."""
         optimizer = super().create_optimizer(*args, **kwargs)
+        if self._grad_scaler is not None and not self.args.fp16:
+            raise InputError("Expected fp16=True with `grad_scaler`. Found False. Remedy: set it.")
         if self._grad_scaler is not None and self._scaled is not self.model:
             getattr(self.accelerator.scaler, "remove", lambda: None)()
             self.accelerator.scaler, self._scaled = self._grad_scaler(self.model), self.model

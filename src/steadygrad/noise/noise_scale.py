@@ -284,11 +284,12 @@ class NoiseScale:
                 f"Expected a `state_dict` of groups and measurements {ours}. Found {saved}. "
                 "Remedy: build the estimator with the same model, groups and decay."
             )
-        self._ring.copy_(state["ring"])
-        self._pushed.copy_(torch.as_tensor(state["pushed"]))
-        self.altered.copy_(torch.as_tensor(state.get("altered", 0)))
-        self._witness.cosines.copy_(torch.as_tensor(state.get("likeness", 0)))
+        kept = self._ring, self._pushed, self.altered, self._witness.cosines
+        # Laid out first: where one does not fit nothing is written.
+        given = [state.get(name, 0) for name in ("ring", "pushed", "altered", "likeness")]
+        values = [torch.as_tensor(v).to(k).expand_as(k) for k, v in zip(kept, given, strict=True)]
         self._begin(int(state.get("steps", 0)))
+        torch._foreach_copy_(list(kept), values)
 
 
 def _check_combination(source: str, metric: str, world: World) -> None:

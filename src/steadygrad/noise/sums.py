@@ -67,9 +67,8 @@ def preconditioned_norms(optimizer: Optimizer | None) -> Norms:
     is independent of the gradients measured with it; until it exists the norm is NaN.
     """
     optimizer = check_type("optimizer", optimizer, Optimizer, "the optimizer in use")
-    options = {p: group for group in optimizer.param_groups for p in group["params"]}
 
-    def norm(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    def norm(options: Mapping[Any, Any], parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         dtype, state = wide(gradient.dtype), optimizer.state.get(parameter)
         if not state:
             return gradient.new_full((), torch.nan, dtype=dtype)
@@ -93,7 +92,12 @@ def preconditioned_norms(optimizer: Optimizer | None) -> Norms:
         inverse = torch.rsqrt(second.sqrt() + group.get("eps", 1e-8))
         return torch.linalg.vector_norm(gradient.to(inverse) * inverse)  # type: ignore[no-any-return]
 
-    return lambda parameters, gradients: [*map(norm, parameters, gradients)]
+    def norms(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        # Looked up each time: loading a state makes new groups.
+        options = {p: group for group in optimizer.param_groups for p in group["params"]}
+        return [norm(options, *pair) for pair in zip(parameters, gradients, strict=True)]
+
+    return norms
 
 
 class Sums:

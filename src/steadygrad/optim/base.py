@@ -301,12 +301,21 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"a parameter of {layout}, its gradient or a state is not in plain memory",
                     )
                 return None
-            if (why := loops.prepare(self._passes, types)) is None:
+            if (why := loops.prepare(self._needed(), types)) is None:
                 return types
         # A rule that has no loops has nothing to miss.
         if fused or all(one.loop for one in self._passes):
             loops.warn_once(name, why)
         return None
+
+    def _needed(self) -> Sequence[Pass]:
+        """The passes that a step takes."""
+        return self._passes
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no sum goes over shards."""
+        return self._zero_sum is None and not any(self._sharded)
 
     # Sums over shards, and what all processes decide from them.
 
@@ -319,13 +328,9 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Adds up a step's first sums, sets ``taken`` of the batches, and decides on the step.
 
-        Args:
-            batches: The batches.
-            own: Local sums of the batches, each with shape ``(k, tensors)``.
-            finite: For each a function from its sums to whether each parameter's are finite, with
-                shape ``(tensors)``; None: the first row decides.
-            terms: Says for each the numbers of joint sums of several parameters, at most two a
-                group, and each parameter's local parts of them, the last axis by tensor.
+        ``own`` are local sums of each batch, ``(rows, tensors)``; ``finite`` says for each which
+        parameters' sums are finite (None: the first row does); ``terms`` are the places of joint
+        sums of several parameters, at most two a group, with each parameter's local parts of them.
 
         Returns:
             The sums over all shards; whether any parameter takes the step; and the joint sums, None

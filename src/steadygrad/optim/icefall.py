@@ -24,11 +24,6 @@ def unstack(
     is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
     wanted = "checkpoint['optimizer']" if is_whole else "the optimizer's state_dict()"
     check_outline(checkpoint, f"hand in {wanted}")
-    if any("skipped" in state for state in checkpoint["state"].values()):
-        raise InputError(
-            "Expected a checkpoint of icefall's ScaledAdam. Found one that steadygrad wrote. "
-            "Remedy: load_state_dict."
-        )
     saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:

@@ -1,5 +1,6 @@
 """LANS and LAMB: Adam's directions, each as long as its layer's weight, for very large batches."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,12 @@ class LayerwiseOptimizer(ShardedOptimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
+        # Moments of LANS are of normalised gradients, LAMB's are not, and their states look alike.
+        if others := ({"clip_value", "max_grad_norm", "adapt"} & {*group}) - {*self.defaults}:
+            raise InputError(
+                f"Expected a group or a state dict of {type(self).__name__}. Found the option "
+                f"`{min(others)}`, of another optimizer. Remedy: leave it out."
+            )
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
         low, high = _bounds(group)
@@ -71,6 +78,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
         """Local parts of a norm of several parameters; none if there is no such norm."""
         return ()
 
+    def _needed(self) -> Sequence[Pass]:
+        squares, moments, weights, both = self._passes
+        return (squares, both) if self._is_alone else (squares, moments, weights)
+
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
         norms, ok, joint = self._first_sums(
@@ -79,20 +90,17 @@ class LayerwiseOptimizer(ShardedOptimizer):
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
         work = self._work(batches, norms, joint)
+        if self._is_alone:
+            for one in work:
+                if one[0].table is not None:
+                    self._passes.move_in_waves(*one)
+            work = [one for one in work if one[0].table is None]
+            batches = [batch for batch, _, _ in work]
         totals = self._sums(
             batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)
         )
         for (batch, by, options), directions in zip(work, totals, strict=True):
-            group = batch.group
-            found = coefficients(
-                directions,
-                by,
-                options,
-                lr=batch.lr,
-                bounds=_bounds(group),
-                adapt=group.get("adapt", True),
-            )
-            self._passes.move_weights(batch, found, options)
+            self._passes.move_weights(batch, coefficients(directions, by, options), options)
         return ok
 
     def _work(
@@ -103,9 +111,18 @@ class LayerwiseOptimizer(ShardedOptimizer):
         scales = self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
             group, clip_value = batch.group, batch.group.get("clip_value")
-            bound = torch.inf if clip_value is None else clip_value
-            beta1, beta2 = group["betas"]
-            options = Options(beta1, beta2, group["eps"], group["weight_decay"], bound)
+            (beta1, beta2), (low, high) = group["betas"], _bounds(group)
+            options = Options(
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+                math.inf if clip_value is None else clip_value,
+                batch.lr,
+                0.0 if low is None else low,
+                math.inf if high is None else high,
+                group.get("adapt", True),
+            )
             work.append((batch, factors(scale, batch.steps, batch.taken, options), options))
         return work
 

@@ -22,21 +22,27 @@ by :math:`\max(1, \|G\| / c)` first, with :math:`\|G\|` the norm over all parame
 The norms of directions are known only after the moments have moved: hence three passes, over
 gradients, moments and weights. Between them there is arithmetic on columns with one number for each
 parameter.
-
-References:
-    | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes (Zheng et al., 2020)
-    | https://arxiv.org/abs/2006.13484
-    | Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (You et al., 2020)
-    | https://arxiv.org/abs/1904.00962
 """
 
-from typing import NamedTuple
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from steadygrad.numerics import square_sums
-from steadygrad.optim.passes import Bucket, Pass, average, grad_sq_norms, moved_by, sum_type
+from steadygrad.optim.passes import (
+    Bucket,
+    Pass,
+    average,
+    clamp,
+    grad_sq_norms,
+    moved_by,
+    root,
+    sum_type,
+    where,
+)
 
 
 class Options(NamedTuple):
@@ -48,6 +54,11 @@ class Options(NamedTuple):
     weight_decay: float
     # On each element of LANS's normalised gradient.
     clip_value: float = torch.inf
+    lr: float | Tensor = 0.0
+    # Least and greatest value of :math:`\phi`.
+    low: float = 0.0
+    high: float = torch.inf
+    adapt: bool = True  # whether there is a trust ratio
 
 
 class Factors(NamedTuple):
@@ -82,15 +93,7 @@ def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Fac
     return Factors(taken, torch.where(taken, scale, 0.0), *unbias)
 
 
-def coefficients(
-    sums: Tensor,
-    by: Factors,
-    options: Options,
-    *,
-    lr: float | Tensor,
-    bounds: tuple[float | None, float | None] = (None, None),
-    adapt: bool = True,
-) -> Coefficients:
+def coefficients(sums: Tensor, by: Factors, options: Options) -> Coefficients:
     r"""Factors of the pass over the weights: learning rate times trust ratio.
 
     Args:
@@ -98,23 +101,52 @@ def coefficients(
             ``(2, tensors)`` or ``(3, tensors)``.
         by: Factors of the pass over the moments.
         options: The group's options.
-        lr: :math:`\eta`.
-        bounds: Least and greatest value of :math:`\phi`; None: no bound.
-        adapt: Whether there is a trust ratio.
     """
-    x, directions = sums.sqrt().split((1, len(sums) - 1))
-    if bounds[0] is not None or bounds[1] is not None:
-        x = x.clamp(*bounds)
+    x, m, *g = sums
     # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
-    rate = (torch.ones_like(x[0]) * lr).to(sums.dtype)
-    has_two = len(directions) == 2
-    shares = [rate * options.beta1, rate * (1 - options.beta1)] if has_two else [rate]
-    ratios = trust_ratio(x, directions) if adapt else torch.ones_like(directions)
+    rate = (torch.ones_like(x) * options.lr).to(sums.dtype)
+    beta1, rest1, decay = options.beta1, 1 - options.beta1, options.weight_decay
+    along_m, along_g, keep = lengths(
+        x,
+        m,
+        g[0] if g else None,
+        by.taken,
+        rate,
+        beta1,
+        rest1,
+        decay,
+        options.low,
+        options.high,
+        options.adapt,
+    )
+    return Coefficients(by.taken, by.gradient, by.unbias2, along_m * by.unbias1, along_g, keep)
+
+
+def lengths(
+    x: Any,
+    m: Any,
+    g: Any,
+    taken: Any,
+    lr: Any,
+    beta1: Any,
+    rest1: Any,
+    decay: Any,
+    low: Any,
+    high: Any,
+    adapt: Any,
+) -> Any:
+    """Factors on :math:`u_m`, on :math:`u_g` and on :math:`x` from their squared norms.
+
+    Compiled loops call it, too, with numbers in place of columns.
+    """
+    x = clamp(root(x), low, high)
+    share = lr if g is None else lr * beta1
     # Selected, not multiplied by zero: a norm that is not finite must not reach a weight.
-    along = torch.where(by.taken, torch.stack(shares) * ratios, 0.0)
-    along_g = along[1] if has_two else torch.zeros_like(rate)
-    keep = 1 - options.weight_decay * (along[0] + along_g)
-    return Coefficients(by.taken, by.gradient, by.unbias2, along[0] * by.unbias1, along_g, keep)
+    along_m = where(taken, share * trust_ratio(x, root(m), adapt), 0.0)
+    if g is None:
+        return along_m, 0.0 * along_m, 1 - decay * along_m
+    along_g = where(taken, lr * rest1 * trust_ratio(x, root(g), adapt), 0.0)
+    return along_m, along_g, 1 - decay * (along_m + along_g)
 
 
 def inverse_norms(sq_norms: Tensor) -> Tensor:
@@ -122,10 +154,17 @@ def inverse_norms(sq_norms: Tensor) -> Tensor:
     return torch.where(sq_norms > 0, sq_norms.rsqrt(), 0.0)
 
 
-def trust_ratio(weight: Tensor, direction: Tensor) -> Tensor:
+def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
     """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
     ratio = weight / direction
-    return torch.where((weight > 0) & (ratio < torch.inf), ratio, 1.0)
+    return where(adapt & (weight > 0) & (ratio < math.inf), ratio, 1.0)
+
+
+def _move_moments(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
+    gradients = _scaled(bucket, by, options.clip_value)
+    average(bucket, gradients, (options.beta1, options.beta2), by.taken)
+    del gradients  # Two temporaries at a time, no more.
+    return _direction_sums(bucket, by, options, has_two=has_two)
 
 
 def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
@@ -186,30 +225,24 @@ class LayerwisePasses(NamedTuple):
     grad_sq_norms: Pass
     move_moments: Pass
     move_weights: Pass
+    # Both of them by loops, a few tensors at a time, where no sum over shards is in between.
+    move_in_waves: Pass
 
 
 def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     """The passes of a step with one direction or two, and the sums of the second, for reports."""
-
-    def move_moments(bucket: Bucket, by: Factors, options: Options) -> Tensor:
-        gradients = _scaled(bucket, by, options.clip_value)
-        average(bucket, gradients, (options.beta1, options.beta2), by.taken)
-        del gradients  # Two temporaries at a time, no more.
-        return _direction_sums(bucket, by, options, has_two=has_two)
-
-    def direction_sums(bucket: Bucket, by: Factors, options: Options) -> Tensor:
-        return _direction_sums(bucket, by, options, has_two=has_two)
-
-    def move_weights(bucket: Bucket, by: Coefficients, options: Options) -> None:
-        _move_weights(bucket, by, options, has_two=has_two)
-
-    loops, rows = "steadygrad.optim.loops.layerwise:", 2 + has_two
+    loops, rows, constants = "steadygrad.optim.loops.layerwise:", 2 + has_two, (has_two,)
+    moments, weights, directions = (
+        partial(function, has_two=has_two)
+        for function in (_move_moments, _move_weights, _direction_sums)
+    )
     passes = LayerwisePasses(
         grad_sq_norms,
-        Pass(move_moments, rows, f"{loops}moments_kernel", (has_two,)),
-        Pass(move_weights, 0, f"{loops}weights_kernel", (has_two,)),
+        Pass(moments, rows, f"{loops}moments_kernel", constants),
+        Pass(weights, 0, f"{loops}weights_kernel", constants),
+        Pass(weights, 0, f"{loops}waves_kernel", constants, in_waves=True),
     )
-    return passes, Pass(direction_sums, rows)
+    return passes, Pass(directions, rows)
 
 
 LANS_PASSES, LANS_DIRECTIONS = _passes(has_two=True)

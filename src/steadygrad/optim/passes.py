@@ -109,6 +109,7 @@ class Pass:
     rows: int = 0  # sums that it leaves for each parameter
     loop: str = ""  # where the maker of its compiled loop is, "module:name"; empty: it has none
     constants: tuple[Any, ...] = ()  # what else the maker is given
+    in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.
@@ -157,6 +158,24 @@ def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], ro
     # Stacked, because an index by a list would be copied to the device and waited for.
     columns = {i: sums[:, k] for own, sums in parts for k, i in enumerate(own)}
     return torch.stack([columns.get(i, zero) for i in range(len(weights))], dim=1)
+
+
+# Arithmetic on columns for which compiled loops have a counterpart on numbers.
+
+
+def root(x: Any) -> Any:
+    """Square root."""
+    return x.sqrt()
+
+
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    """The number between two bounds that is nearest."""
+    return x.clamp(low, high)
+
+
+def where(flag: Any, first: Any, second: Any) -> Any:
+    """The first number where a flag holds, else the second."""
+    return torch.where(flag, first, second)
 
 
 def sum_type(bucket: Bucket) -> torch.dtype:

@@ -82,10 +82,7 @@ class ScaledAdam(ShardedOptimizer):
     _passes = (rule_of.sums, rule_of.update)
     _none_is_zero = True
     _first_rows = 3
-    _load_remedy = (
-        "load what this optimizer's state_dict() returned; load_icefall_state_dict loads what "
-        "icefall's did."
-    )
+    _load_remedy = "load_icefall_state_dict for icefall's, load_state_dict for this one's"
     _fields: Mapping[str, StateField] = {
         "step": STEP,
         "exp_avg_sq": StateField(elementwise=True, low=0.0),

@@ -21,10 +21,6 @@ The gradient may be clipped first, see :mod:`steadygrad.optim.clipping`.
 The inner products :math:`h = p \cdot g`, from which sizes are learned, cost a pass over the
 weights. They are needed before the update at size steps only; elsewhere the update takes them
 along.
-
-References:
-    | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
-    | https://arxiv.org/abs/2310.11230
 """
 
 from dataclasses import dataclass

@@ -62,13 +62,6 @@ class WarmupHoldDecay(_FactorLR):
     Raises:
         InputError: If a length is out of range or warm-up and hold take more than all steps.
 
-    Example:
-        >>> optimizer = LANS(model.parameters(), lr=5e-3)
-        >>> schedule = WarmupHoldDecay(optimizer, total_steps=10_000)
-        >>> for batch in batches:
-        ...     optimizer.step()
-        ...     schedule.step()
-
     As torch's LambdaLR it sets the rate: it follows others in a ``SequentialLR`` only.
 
     References:
@@ -144,15 +137,6 @@ class Eden(_FactorLR):
 
     Raises:
         InputError: If a scale is not positive or ``warmup_start`` not in [0, 1].
-
-    Example:
-        >>> optimizer = ScaledAdam(model.parameters(), lr=0.045)
-        >>> schedule = Eden(optimizer, lr_batches=7500, lr_epochs=3.5)
-        >>> for epoch in range(30):
-        ...     schedule.step_epoch(epoch)
-        ...     for batch in batches:
-        ...         optimizer.step()
-        ...         schedule.step()
 
     References:
         | Zipformer: A faster and better encoder for automatic speech recognition

@@ -128,9 +128,9 @@ class TypeKeepingOptimizer(Optimizer):
             rest = {**given["state"]}
             # Options that are newer than the state dict, as in torch.
             groups = [{**self.defaults, **group} for group in given["param_groups"]]
+            _check_order(*(_all_names(some) for some in (self.param_groups, groups)))
             # torch itself refuses other numbers of groups and parameters.
             for own, group in zip(self.param_groups, groups, strict=False):
-                _check_order(own.get("param_names"), group.get("param_names"))
                 self._check_group(group)
                 for p, key in zip(own["params"], group["params"], strict=False):
                     state = rest.pop(key, {}).items()
@@ -171,8 +171,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     """
 
     _fields: Mapping[str, StateField]
-    # Remedy for a state dict of another optimizer.
-    _load_remedy = "load what this optimizer's state_dict() returned."
+    _load_remedy = "load what this optimizer's state_dict() returned"
     # Number of decays in the option `betas`.
     _betas = 2
 
@@ -269,7 +268,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         if missing := expected - {*state}:
             raise InputError(
                 f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
-                f"{sorted(state)}. Remedy: {self._load_remedy}"
+                f"{sorted(state)}. Remedy: {self._load_remedy}."
             )
         for name in (expected | {MASTER}) & {*state}:
             field, value = self._field(name), state[name]
@@ -312,13 +311,18 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
         )
 
 
-def _check_order(names: Any, saved: Any) -> None:
+def _all_names(groups: Sequence[Options]) -> list[str]:
+    """Names of the parameters of all groups that have names."""
+    return [name for group in groups for name in group.get("param_names") or ()]
+
+
+def _check_order(names: list[str], saved: list[str]) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
-    if names and saved and names != saved and sorted(names) == sorted(saved):
+    if names != saved and sorted(names) == sorted(saved):
         pairs = enumerate(zip(names, saved, strict=True))
         place, (name, other) = next(pair for pair in pairs if len({*pair[1]}) > 1)
         raise InputError(
-            f"Expected the state of {name!r} at place {place} of a group. Found that of {other!r}. "
+            f"Expected the state of {name!r} at place {place}. Found that of {other!r}. "
             "Remedy: build the optimizer from the parameters in the order of the state dict."
         )
 

@@ -67,24 +67,6 @@ def test_a_copy_whose_buffers_are_averaged_can_be_loaded(rule):
         }
 
 
-# The keys that a development version gave.
-OLD = ["weights", "nonfinite", "zero", "draws", "names_json", "averages.steps.total"]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_state_of_a_development_version_is_refused_and_changes_nothing(strict):
-    """Also where torch would leave out what it does not know."""
-    model = inside_of_a_model()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    state = {k: v for k, v in model.state_dict().items() if not k.startswith("balancer.")}
-    state |= {f"balancer.core.{key}": torch.ones(3) for key in OLD}
-    with pytest.raises(InputError, match=r"^Expected .* development version .*$"):
-        model.load_state_dict(state, strict=strict)
-    with pytest.raises(InputError, match="development version"):
-        model["balancer"].load_state_dict({f"core.{key}": torch.ones(3) for key in OLD}, strict)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items() if "balancer" in k)
-
-
 def test_a_row_of_another_length_is_refused():
     state = LossBalancer(WEIGHTS).state_dict()
     state["state.loss_l2"] = state["state.loss_l2"][:7]
@@ -146,3 +128,12 @@ def test_a_state_is_assigned_to_what_was_built_on_meta():
                 gradient_handed_on(b, make, draw(4, 7, seed=seed)) for b in (model["b"], twin)
             )
             torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_a_state_that_is_not_finite_is_refused_and_nothing_is_written():
+    balancer = LossBalancer(WEIGHTS)
+    before = {name: value.clone() for name, value in balancer.state_dict().items()}
+    state = {name: torch.full_like(value, torch.nan) for name, value in before.items()}
+    with pytest.raises(InputError, match="`state`"):
+        balancer.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in balancer.state_dict().items())

@@ -114,3 +114,19 @@ def test_an_optimizer_without_such_state_is_named():
     optimizer.step()
     with pytest.raises(InputError, match="SGD"):
         measure(noise, model, x, y, [5, 5])
+
+
+def test_preconditioned_reads_the_options_that_a_load_brought():
+    """torch's `load_state_dict` makes new groups."""
+    model, x, y = make()
+    saved = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
+    warmed_up(model, x, y, saved)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.5, 0.6))
+    noise = NoiseScale(model, metric="preconditioned", optimizer=optimizer)
+    optimizer.load_state_dict(saved.state_dict())
+    measure(noise, model, x, y)
+    rows = per_sample(model, x, y) / preconditioner(model, saved).sqrt()
+    # 1e-7: as above.
+    assert last(noise) == pytest.approx(
+        reference.signal_and_noise(rows, COUNTS, [1.0] * 3), rel=1e-7
+    )

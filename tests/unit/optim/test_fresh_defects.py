@@ -133,3 +133,28 @@ def test_no_limit_is_no_warning(kind, limit):
             p.grad = torch.full((3,), torch.nan)
             optimizer.step()
     assert optimizer.skipped == 3
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(LANS, LAMB), (LAMB, LANS)])
+def test_lans_and_lamb_do_not_load_each_others_states(ours, theirs):
+    """Their states have the same names, and moments of gradients on different scales."""
+    p = torch.ones(3).requires_grad_()
+    optimizer = ours([p])
+    with pytest.raises(InputError, match="another optimizer"):
+        optimizer.load_state_dict(theirs([p]).state_dict())
+    option = {LANS: {"adapt": False}, LAMB: {"clip_value": 0.1}}[ours]
+    with pytest.raises(InputError, match=f"`{next(iter(option))}`"):
+        ours([{"params": [p], **option}])
+    optimizer.param_groups[0].update(option)
+    p.grad = torch.ones(3)
+    with pytest.raises(InputError, match=f"`{next(iter(option))}`"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(3))
+
+
+def test_names_that_are_exchanged_between_groups_are_refused():
+    first, second = (torch.ones(3).requires_grad_() for _ in range(2))
+    a, b = {"params": [("a", first)]}, {"params": [("b", second)]}
+    saved = LANS([a, b]).state_dict()
+    with pytest.raises(InputError, match="'b'"):
+        LANS([{"params": [("b", second)]}, {"params": [("a", first)]}]).load_state_dict(saved)

@@ -113,9 +113,9 @@ def test_each_loader_names_the_other():
     """A recipe resumes once from icefall's file, and from then on from its own."""
     _, saved, parameters = start("zipformer")
     optimizer = ScaledAdam(parameters.values())
-    with pytest.raises(InputError, match=r"Remedy: .* load_icefall_state_dict"):
+    with pytest.raises(InputError, match=r"Remedy: load_icefall_state_dict"):
         optimizer.load_state_dict(saved)
-    with pytest.raises(InputError, match=r"that steadygrad wrote\. Remedy: load_state_dict"):
+    with pytest.raises(InputError, match=r"`delta` of shape .*icefall's ScaledAdam"):
         optimizer.load_icefall_state_dict(optimizer.state_dict())
 
 

@@ -51,10 +51,15 @@ def factors_at(some, t, ok=True):
     return factors(inverse_norms(LANS_PASSES.grad_sq_norms(some)[0]), step, taken, RULE)
 
 
+def rule_at(lr, bounds=(None, None), rule=RULE):
+    low, high = bounds
+    return rule._replace(lr=lr, low=low or 0.0, high=high or torch.inf)
+
+
 def take_step(some, t, *, ok=True, lr=0.05, bounds=(None, None)):
     by = factors_at(some, t, ok)
     sums = LANS_PASSES.move_moments(some, by, RULE)
-    LANS_PASSES.move_weights(some, coefficients(sums, by, RULE, lr=lr, bounds=bounds), RULE)
+    LANS_PASSES.move_weights(some, coefficients(sums, by, rule_at(lr, bounds)), RULE)
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (0.5, 1.5), (0.0, 2.0)], ids=str)
@@ -98,16 +103,16 @@ def norms_of(*taken):
 def test_coefficients():
     sums = number([[4.0, 4.0, 0.0], [1.0, 16.0, 1.0], [64.0, 0.0, 1.0]])
     rule, all_take = RULE._replace(beta1=0.75), norms_of(True, True, True)
-    by = coefficients(sums, all_take, rule, lr=number(0.1))
+    by = coefficients(sums, all_take, rule_at(number(0.1), rule=rule))
     expected = number([[0.15, 0.0375, 0.075], [0.00625, 0.025, 0.025]])
     found = torch.stack([by.along_m, by.along_g])
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(by.keep, 1 - 0.1 * expected.sum(0), rtol=1e-14, atol=0)
-    bounded = coefficients(sums, all_take, rule, lr=0.1, bounds=(0.5, 1.0))
+    bounded = coefficients(sums, all_take, rule_at(0.1, (0.5, 1.0), rule))
     # Norms of 2, 2 and 0 become 1, 1 and 0.5.
     torch.testing.assert_close(bounded.along_m, torch.tensor([0.075, 0.01875, 0.0375]).double())
     sums[:, 1] = torch.nan
-    some = coefficients(sums, norms_of(True, False, True), rule, lr=0.1)
+    some = coefficients(sums, norms_of(True, False, True), rule_at(0.1, rule=rule))
     assert some.along_m.tolist() == [by.along_m[0], 0.0, by.along_m[2]]
     assert some.keep[1] == 1.0
 
@@ -142,7 +147,7 @@ def test_a_parameter_without_gradient_is_left_alone():
     some = batch(x, g, m, v)
     by = factors_at(some, 3)
     sums = LANS_PASSES.move_moments(some, by, RULE)
-    LANS_PASSES.move_weights(some, coefficients(sums, by, RULE, lr=0.05), RULE)
+    LANS_PASSES.move_weights(some, coefficients(sums, by, rule_at(0.05)), RULE)
     assert all(torch.equal(a, b) for a, b in zip((x[1], m[1], v[1]), before, strict=True))
     assert not torch.equal(x[2], draw(0)[2])
     # The others' sums stay in their places.

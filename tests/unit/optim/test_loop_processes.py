@@ -10,6 +10,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -317,11 +318,14 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     if sys.platform == "linux":
         assert team is not None
     start, end = (lambda *given: asked.append(given[2])), (lambda: asked.append("end"))
-    monkeypatch.setattr(runtime, "_team", lambda: (start, end))
+    monkeypatch.setattr(runtime, "_team", lambda: (start, end, 1))
     monkeypatch.setattr(runtime, "_KERNEL", lambda address: lambda place: asked.append("own"))
-    runtime._run(0, torch.zeros(1).numpy(), elements)
+    arguments = np.full(numbers.PLACES, 7)
+    runtime._run(0, arguments, elements)
     team = threads_of_torch == 2 and elements > runtime._SMALL
     assert asked == ([2, "own", "end"] if team else ["own"])
+    # A thread alone has nobody to wait for.
+    assert arguments[numbers.BARRIER] == (1 if team else 0)
 
 
 def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(monkeypatch):
@@ -331,10 +335,10 @@ def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(runtime, "_team", lambda: (lambda *given: None, lambda: waited.append(1)))
+    monkeypatch.setattr(runtime, "_team", lambda: (lambda *_: None, lambda: waited.append(1), 1))
     monkeypatch.setattr(runtime, "_KERNEL", lambda address: kernel)
     with pytest.raises(KeyboardInterrupt):
-        runtime._run(0, torch.zeros(1).numpy(), 10**6)
+        runtime._run(0, np.zeros(numbers.PLACES, int), 10**6)
     assert waited == [1]
 
 

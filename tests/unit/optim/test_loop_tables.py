@@ -12,10 +12,11 @@ from steadygrad.optim.loops.numbers import (
     PARAM,
     STATES,
     WEIGHT,
-    arguments,
     arrays_at,
-    chunk_of,
+    block_of,
     state_at,
+    take_turn,
+    types_of,
 )
 from steadygrad.optim.loops.runtime import CHUNK, Table
 from steadygrad.optim.passes import Pass
@@ -29,7 +30,8 @@ def test_every_element_is_in_one_chunk():
     assert table.elements == sum(SIZES)
     for tensor, size in enumerate(SIZES):
         own = table.chunks[table.chunks[:, 0] == tensor]
-        covered = np.concatenate([np.arange(start, start + n) for _, start, n in own])
+        covered = np.concatenate([np.arange(start, start + n) for _, start, n, *_ in own])
+        assert (own[:, 3:] == [table.firsts[tensor], table.firsts[tensor] + len(own)]).all()
         assert np.array_equal(covered, np.arange(size))
         assert own[:, 2].max() <= CHUNK
         assert table.chunks[table.firsts[tensor], 0] == tensor
@@ -37,7 +39,7 @@ def test_every_element_is_in_one_chunk():
 
 def test_starts_beyond_two_to_the_31():
     table = Table([3 * 2**31], FLOATS, 1)
-    assert table.chunks[-1].tolist() == [0, 3 * 2**31 - CHUNK, CHUNK]
+    assert table.chunks[-1].tolist() == [0, 3 * 2**31 - CHUNK, CHUNK, 0, 3 * 2**31 // CHUNK]
     assert table.chunks.dtype == np.int64
 
 
@@ -104,20 +106,20 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 
 @pytest.mark.parametrize("states", [1, 3])
 def test_any_number_of_large_states(states):
-    def make(grad, weight, state, param):
-        types = (grad, weight, state, param)
+    @block_of
+    def block(args, row, first, size, by, given, types):
+        g, x, _p = arrays_at(args, row, first, size, types)
+        for k in range(states):
+            own = state_at(row, k, first, size, types)
+            for i in range(size):
+                own[i] += (k + 1) * g[i] + x[i]
+        return (0.0,)
+
+    def make(*types):
+        types = types_of(*types)
 
         def kernel(data):
-            args, table, sums, factors, _ = arguments(data, 0, 0)
-            while True:
-                c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
-                if c < 0:
-                    return
-                g, x, _p = arrays_at(args, table[tensor], start, stop - start, types)
-                for k in range(states):
-                    own = state_at(table[tensor], k, start, stop - start, types)
-                    for i in range(stop - start):
-                        own[i] += (k + 1) * g[i] + x[i]
+            take_turn(block, data, 0, (0, 0), types, True)
 
         return kernel
 

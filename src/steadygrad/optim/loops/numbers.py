@@ -3,6 +3,7 @@
 Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` and ``int16``.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.numpy_support import as_dtype
+
+from steadygrad.optim.passes import clamp, root, where
 
 # Elements that are added up in the working type; their sums are added up in float64.
 BLOCK = 4096
@@ -23,17 +27,22 @@ GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
 
 
 # Places of a kernel's arguments, int64 numbers.
-COUNTER = 0  # address of the number of chunks taken
-CHUNKS = 1  # number of chunks
-CHUNK_TABLE = 2  # address of rows of tensor, first element and length
-TENSORS = 3  # number of tensors
-ADDRESSES = 4  # address of the tensors' addresses, a row for each tensor
-FIELDS = 5  # length of such a row
-SUMS = 6  # address of float64 partial sums, a row for each chunk
-FACTORS = 7  # address of float64 factors, a row of all tensors for each factor
-OPTIONS = 8  # address of float64 numbers that hold for all tensors
-ZEROS = 9  # address of a block of zeros: gradients of tensors that have none
-PLACES = 10
+COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
+STOPS = 1  # address of the chunk after the last of each turn
+TURNS = 2  # number of turns
+CHUNK_TABLE = 3  # address of rows of tensor, first element, length, and the tensor's chunks
+TENSORS = 4  # number of tensors
+ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
+FIELDS = 6  # length of such a row
+CHUNKS = 7  # number of chunks
+SUMS = 8  # address of float64 partial sums, a row for each chunk
+FACTORS = 9  # address of float64 factors, a row of all tensors for each factor
+OPTIONS = 10  # address of float64 numbers that hold for all tensors
+ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
+BARRIER = 12  # address of the function in which threads wait for each other; zero: there is one
+PLACES = 13
+# Bytes of a line of the cache, and of a row of the table of chunks.
+LINE, ROW = 64, 40
 
 
 def source_of(*fields: tuple[str, ...]) -> int:
@@ -51,9 +60,10 @@ FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 INT64 = ir.IntType(64)
 
 
-def wide(number: Any) -> Any:
-    """The type that sums of such numbers are taken in."""
-    return np.float32 if number in (np.uint16, np.int16) else number
+def types_of(grad: Any, weight: Any, state: Any, param: Any) -> tuple[Any, ...]:
+    """Types of gradients, weights, states and parameters, and those to compute the first two in."""
+    wide = [np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight)]
+    return grad, weight, state, param, *wide
 
 
 def compiled(function: Callable[[Any], None], cache: bool) -> Any:
@@ -74,6 +84,14 @@ def instruction(returns: Any, takes: Any, emit: Callable[[Any, Any], Any]) -> An
     return call
 
 
+def _call(builder: Any, address: Any) -> Any:
+    function = ir.FunctionType(ir.VoidType(), []).as_pointer()
+    builder.call(builder.inttoptr(address, function), [])
+    return ir.Constant(INT64, 0)
+
+
+# Calls the function of no arguments at an address.
+call = instruction(types.int64, types.int64, _call)
 pointer = instruction(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
 # The next number of a counter that threads share.
 fetch_next = instruction(
@@ -85,13 +103,18 @@ fetch_next = instruction(
 )
 
 
-@njit(inline="always")
+def block_of(function: Any) -> Any:
+    """Compiles a function into every loop that calls it."""
+    return njit(inline="always")(function)
+
+
+@block_of
 def array_at(address: Any, length: Any, dtype: Any) -> Any:
     """Memory at an address, as an array."""
     return carray(pointer(address), length, dtype)
 
 
-@njit(inline="always")
+@block_of
 def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
     """Some elements of the memory at an address, as an array of their own.
 
@@ -102,7 +125,7 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
     return carray(pointer(address + first * size), length, dtype)
 
 
-@njit(inline="always")
+@block_of
 def arguments(data: Any, factors: Any, options: Any) -> Any:
     """The arguments and their tables: addresses, sums, factors and options.
 
@@ -116,63 +139,78 @@ def arguments(data: Any, factors: Any, options: Any) -> Any:
     return args, addresses, sums, table, array_at(args[OPTIONS], options + 1, np.float64)
 
 
-@njit(inline="always")
-def chunk_of(args: Any, table: Any, sums: Any, factors: Any, of_gradients: Any) -> Any:
-    """The next chunk that is free: place, tensor, start, stop; a negative place: none.
+@block_of
+def chunk_of(args: Any, turn: Any, table: Any, factors: Any, of_gradients: Any) -> Any:
+    """The next chunk of a turn that is free: its place, negative if there is none, and its row.
 
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
-    has a gradient. Sums are set to zero, and those of chunks that are passed over too.
+    has a gradient.
     """
+    stop = array_at(args[STOPS], turn + 1, np.int64)[turn]
     while True:
-        place = fetch_next(args[COUNTER])
-        if place >= args[CHUNKS]:
-            return np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
-        row = array_at(args[CHUNK_TABLE] + place * 24, 3, np.int64)
-        for i in range(MOST_SUMS):
-            sums[place, i] = 0.0
+        place = fetch_next(args[COUNTERS] + turn * LINE)
+        row = array_at(args[CHUNK_TABLE] + place * ROW, 5, np.int64)
+        if place >= stop:
+            return np.int64(-1), row
         there = of_gradients and table[row[0], GRAD] != 0
         if there or (len(factors) > 0 and factors[0, row[0]] != 0.0):
-            return place, row[0], row[1], row[1] + row[2]
+            return place, row
 
 
-@njit(inline="always")
+@block_of
+def take_turn(block: Any, data: Any, turn: Any, counts: Any, types: Any, of_gradients: Any) -> Any:
+    """Calls a function with every block of a turn's chunks that no other thread has taken.
+
+    What ``block(args, row, first, size, by, given, types)`` returns is added up for each chunk.
+    """
+    args, table, sums, factors, given = arguments(data, counts[0], counts[1])
+    while True:
+        place, chunk = chunk_of(args, turn, table, factors, of_gradients)
+        if place < 0:
+            return
+        for first in range(chunk[1], chunk[1] + chunk[2], BLOCK):
+            size = min(BLOCK, chunk[1] + chunk[2] - first)
+            by = factors[:, chunk[0]]
+            parts = block(args, table[chunk[0]], first, size, by, given, types)
+            for i in range(len(parts)):
+                sums[place, i] += np.float64(parts[i])
+
+
+@block_of
 def arrays_at(args: Any, row: Any, first: Any, size: Any, types: Any) -> Any:
     """A block of a tensor's gradient, zeros if it has none, its weight and parameter."""
-    grad, weight, _state, param = types
     found, start = (row[GRAD], first) if row[GRAD] != 0 else (args[ZEROS], 0)
     return (
-        block_at(found, start, size, grad),
-        block_at(row[WEIGHT], first, size, weight),
-        block_at(row[PARAM], first, size, param),
+        block_at(found, start, size, types[0]),
+        block_at(row[WEIGHT], first, size, types[1]),
+        block_at(row[PARAM], first, size, types[3]),
     )
 
 
-@njit(inline="always")
+@block_of
 def state_at(row: Any, number: Any, first: Any, size: Any, types: Any) -> Any:
     """A block of one of a tensor's large states."""
     return block_at(row[STATES + number], first, size, types[2])
 
 
-@njit(inline="always")
-def unscaled(gradient: Any, inverse_scale: Any, largest: Any) -> Any:
-    """A finite gradient without its loss scale.
-
-    The bounds, the largest number of its type, change nothing. They keep the compiler from taking
-    the product of two small factors first, which may be too small for float32.
-    """
-    return min(max(gradient * inverse_scale, -largest), largest)
+# The arithmetic of rules, on numbers.
+overload(root, strict=False)(lambda x: lambda x: math.sqrt(x))
+overload(clamp, strict=False)(lambda x, low, high: lambda x, low, high: min(max(x, low), high))
+overload(where, strict=False)(
+    lambda flag, first, second: lambda flag, first, second: first if flag else type(first)(second)
+)
 
 
 # Bits of a number are worked on as whole numbers, without a branch, so that many are done at once.
 
 
-@njit(inline="always")
+@block_of
 def wide_bfloat16(bits: Any) -> Any:
     """The number as float32."""
     return np.uint32(np.uint32(bits) << 16).view(np.float32)
 
 
-@njit(inline="always")
+@block_of
 def narrow_bfloat16(x: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one."""
     bits = np.float32(x).view(np.uint32)
@@ -180,7 +218,7 @@ def narrow_bfloat16(x: Any) -> Any:
     return np.uint16(rounded if x == x else 0x7FC0)
 
 
-@njit(inline="always")
+@block_of
 def wide_float16(bits: Any) -> Any:
     """The number as float32."""
     size = np.uint32(bits) & 0x7FFF
@@ -193,7 +231,7 @@ def wide_float16(bits: Any) -> Any:
     return np.uint32(wide | ((np.uint32(bits) & 0x8000) << 16)).view(np.float32)
 
 
-@njit(inline="always")
+@block_of
 def narrow_float16(x: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one, a too large number becomes infinite."""
     bits = np.float32(x).view(np.uint32)
@@ -229,42 +267,64 @@ def _narrow(number: Any, like: Any) -> Any:
     return (lambda number, like: number) if found is None else (lambda number, like: found(number))
 
 
-@njit(inline="always")
+def unscaled(gradient: Any, inverse_scale: Any) -> Any:
+    """A finite gradient without its loss scale."""
+
+
+@overload(unscaled, strict=False)
+def _unscaled(gradient: Any, inverse_scale: Any) -> Any:
+    # The bounds, the largest number of its type, change nothing. They keep the compiler from taking
+    # the product of two small factors first, which may be too small for float32.
+    top = as_dtype(gradient).type(np.finfo(as_dtype(gradient)).max)
+    return lambda gradient, inverse_scale: min(max(gradient * inverse_scale, -top), top)
+
+
 def sync_masters(master: Any, parameter: Any, size: Any) -> None:
     """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
-    for i in range(size):
-        same = narrow(master[i], parameter[i]) == parameter[i]
-        master[i] = master[i] if same else widen(parameter[i])
 
 
-@njit(inline="always")
+@overload(sync_masters, strict=False)
+def _sync_masters(master: Any, parameter: Any, size: Any) -> Any:
+    def sync(master: Any, parameter: Any, size: Any) -> None:
+        for i in range(size):
+            same = narrow(master[i], parameter[i]) == parameter[i]
+            master[i] = master[i] if same else widen(parameter[i])
+
+    return sync if master.dtype != parameter.dtype else lambda master, parameter, size: None
+
+
 def round_masters(master: Any, parameter: Any, size: Any) -> None:
     """Rounds masters to their parameters."""
+
+
+@overload(round_masters, strict=False)
+def _round_masters(master: Any, parameter: Any, size: Any) -> Any:
+    def round_all(master: Any, parameter: Any, size: Any) -> None:
+        for i in range(size):
+            parameter[i] = narrow(master[i], parameter[i])
+
+    return round_all if master.dtype != parameter.dtype else lambda master, parameter, size: None
+
+
+@block_of
+def squares(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
+    """Squared norm of a block of a gradient."""
+    g, _x, _p = arrays_at(args, row, first, size, types)
+    exact, part, inverse_scale = types[5], types[5](0), types[4](given[-1])
     for i in range(size):
-        parameter[i] = narrow(master[i], parameter[i])
+        x = exact(widen(g[i]) * inverse_scale)
+        part += x * x
+    return (part,)
 
 
-def grad_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Callable[[Any], None]:
+def grad_kernel(*types: Any) -> Callable[[Any], None]:
     """Squared norms of gradients."""
-    exact, number, types = wide(weight), wide(grad), (grad, weight, state, param)
+    types = types_of(*types)
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, options = arguments(data, 0, 0)
-        inverse_scale = number(options[-1])
-        while True:
-            c, tensor, start, stop = chunk_of(args, table, sums, factors, True)
-            if c < 0:
-                return
-            for first in range(start, stop, BLOCK):
-                size = min(BLOCK, stop - first)
-                g, _x, _p = arrays_at(args, table[tensor], first, size, types)
-                part = exact(0)
-                for i in range(size):
-                    x = exact(widen(g[i]) * inverse_scale)
-                    part += x * x
-                sums[c, 0] += np.float64(part)
+        take_turn(squares, data, 0, (0, 0), types, True)
 
     return kernel

@@ -33,6 +33,8 @@ from steadygrad.optim.passes import Pass, addresses_of
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
 CHUNK = 65536
+# Elements of a wave, if it has more than one tensor.
+WAVE = 2**19
 # Elements below which waking a second thread costs more than it saves.
 _SMALL = 32768
 _ZEROS = np.zeros(numbers.BLOCK)
@@ -46,17 +48,22 @@ class Table:
         self.elements = int(self.lengths.sum())
         counts = np.maximum(1, -(-self.lengths // CHUNK))
         tensors = np.repeat(np.arange(len(sizes)), counts)
-        # First chunk of each tensor.
-        self.firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        # Chunks of each tensor.
+        lasts = np.cumsum(counts)
+        self.firsts = lasts - counts
         starts = (np.arange(len(tensors)) - self.firsts[tensors]) * CHUNK
         parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
-        # Rows of tensor, first element and length.
-        self.chunks = np.ascontiguousarray(np.stack([tensors, starts, parts], axis=1))
+        columns = [tensors, starts, parts, self.firsts[tensors], lasts[tensors]]
+        # See `numbers.CHUNK_TABLE`.
+        self.chunks = np.ascontiguousarray(np.stack(columns, axis=1))
+        # The first chunk of each turn and the one after its last; in waves there are two of each.
+        ends = np.repeat(lasts[_last_tensors(sizes)], 2)
+        self.turns = (_turns(np.zeros(1), lasts[-1:]), _turns(np.append([0, 0], ends[:-2]), ends))
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
         self.args = np.zeros(numbers.PLACES, np.int64)
-        self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(self.chunks), len(sizes)
+        self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(tensors), len(sizes)
         self.args[numbers.CHUNK_TABLE] = self.chunks.ctypes.data
         self.args[numbers.ADDRESSES] = self.addresses.ctypes.data
         self.args[numbers.FIELDS] = self.addresses.shape[1]
@@ -98,7 +105,7 @@ class Table:
         self,
         one: Pass,
         by: Sequence[Tensor],
-        options: Sequence[float],
+        options: Sequence[float | Tensor],
         sum_dtype: torch.dtype,
         inverse_scale: Tensor | None,
     ) -> Tensor | None:
@@ -111,17 +118,39 @@ class Table:
         """
         factors = np.array([column.numpy() for column in by], np.float64)
         scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
-        given = np.array([*options, scale], np.float64)
-        # A line of cache to itself: every thread writes to it.
-        counter = np.zeros(16, np.int64)
-        self.args[numbers.COUNTER] = counter.ctypes.data + 64
+        given = [o.numpy() if isinstance(o, Tensor) else o for o in (*options, scale)]
+        numbers_of_all = np.array(given, np.float64)
+        starts, stops = self.turns[one.in_waves]
+        counters = starts.copy()
+        self.args[numbers.COUNTERS] = counters.ctypes.data + numbers.LINE
+        self.args[numbers.STOPS], self.args[numbers.TURNS] = stops.ctypes.data, len(stops)
+        self.partial_sums.fill(0.0)
         self.args[numbers.FACTORS] = factors.ctypes.data
-        self.args[numbers.OPTIONS] = given.ctypes.data
+        self.args[numbers.OPTIONS] = numbers_of_all.ctypes.data
         _run(_kernel_of(one, self.types).address, self.args, self.elements)
         if not one.rows:
             return None
         sums = np.add.reduceat(self.partial_sums[:, : one.rows], self.firsts, axis=0)
         return torch.from_numpy(sums.T).to(sum_dtype)
+
+
+def _turns(starts: NDArray[Any], stops: NDArray[Any]) -> tuple[NDArray[np.int64], ...]:
+    """Counters that begin at some chunks, and where they end."""
+    # Each in a line of the cache of its own, as every thread writes to it.
+    counters = np.zeros((len(starts) + 2, numbers.LINE // 8), np.int64)
+    counters[1:-1, 0] = starts
+    return counters, np.ascontiguousarray(stops, np.int64)
+
+
+def _last_tensors(sizes: Sequence[int]) -> list[int]:
+    """The last tensor of each wave: of as many as fit, or one."""
+    ends, total = [], 0
+    for place, size in enumerate(sizes):
+        if total and total + size > WAVE:
+            ends.append(place - 1)
+            total = 0
+        total += size
+    return [*ends, len(sizes) - 1]
 
 
 _NUMBERS = {
@@ -178,21 +207,23 @@ def _team() -> Any:
     try:
         library = ctypes.CDLL(str(path))
         start, end = library.GOMP_parallel_start, library.GOMP_parallel_end
+        barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
     start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     start.restype = end.restype = None
-    return start, end
+    return start, end, barrier
 
 
 def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock, on some number of elements."""
     threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
     kernel, place = _KERNEL(address), args.ctypes.data
+    args[numbers.BARRIER] = 0
     if threads == 1 or was_forked() or (team := _team()) is None:
         kernel(place)
         return
-    start, end = team
+    start, end, args[numbers.BARRIER] = team
     # A team must come to its end wherever an interrupt may fall.
     try:
         start(address, place, threads)

@@ -1,0 +1,110 @@
+"""Waves are the passes, a few tensors at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from steadygrad.optim import LAMB, LANS
+from steadygrad.optim.base import ShardedOptimizer
+from steadygrad.optim.layerwise_rule import lengths
+from steadygrad.optim.loops import layerwise, runtime
+
+MAKERS = {
+    "lans": lambda p: LANS(p, lr=0.01, clip_value=0.01, lower_bound=0.1),
+    "lans tensor lr": lambda p: LANS(p, lr=torch.tensor(0.01), upper_bound=2.0),
+    "lamb": lambda p: LAMB(p, lr=0.01, max_grad_norm=1.0),
+    "lamb without ratio": lambda p: LAMB(p, lr=0.01, adapt=False),
+}
+# One larger than a wave, several in one, one that is a wave's last.
+SIZES = (runtime.WAVE + 3, 1, 7, 300_000, runtime.WAVE - 300_000, 0, 65_537)
+
+
+def trained(make, dtype, steps=4):
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=draw).to(dtype).requires_grad_() for n in SIZES]
+    optimizer = make(params)
+    for step in range(steps):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=draw).to(dtype)
+            # One without a gradient, one of zeros, and a step that is left out.
+            if i == 1 + step % 2:
+                p.grad = None if step % 2 else torch.zeros_like(p)
+        if step == 2:
+            params[3].grad[5] = torch.inf
+        optimizer.step()
+    states = [optimizer.state[p] for p in params]
+    weights = [s.get("master_weight", p.detach()) for p, s in zip(params, states, strict=True)]
+    return weights, [s[name] for s in states for name in ("step", "exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_waves_are_the_passes(make, dtype, monkeypatch):
+    weights, averages = trained(make, dtype)
+    monkeypatch.setattr(ShardedOptimizer, "_is_alone", False)
+    expected, others = trained(make, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(averages, others, strict=True))
+    # Roots of columns are torch's, which are off by a digit now and then.
+    tolerance = 16 * torch.finfo(weights[0].dtype).eps
+    torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_waves_do_not_depend_on_the_number_of_threads(threads):
+    expected, before = trained(LANS, torch.float32)[0], torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = trained(LANS, torch.float32)[0]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_every_tensor_is_in_one_wave(monkeypatch):
+    monkeypatch.setattr(runtime, "WAVE", 10)
+    assert runtime._last_tensors([4, 6, 1, 30, 2, 9, 1]) == [1, 2, 3, 4, 6]
+    assert runtime._last_tensors([30]) == [0]
+
+
+@njit
+def lengths_of_all(columns, taken, numbers, adapt, found):
+    lr, beta1, rest1, decay, low, high = numbers
+    for i in range(columns.shape[1]):
+        x, m, g = columns[0, i], columns[1, i], columns[2, i]
+        two = layerwise.lengths_of(x, m, g, taken[i], lr, beta1, rest1, decay, low, high, adapt)
+        one = layerwise.lengths_of(x, m, None, taken[i], lr, beta1, rest1, decay, low, high, adapt)
+        found[0, i], found[1, i], found[2, i] = two
+        found[3, i], found[4, i], found[5, i] = one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adapt", [True, False])
+def test_the_arithmetic_on_numbers_is_that_on_columns(adapt, dtype):
+    special = [0.0, 1e-45, 1e-20, 1.0, 3e38, torch.inf, torch.nan]
+    draw = torch.Generator().manual_seed(0)
+    columns = torch.cat(
+        [
+            torch.tensor(list(itertools.product(special, repeat=3))).T,
+            torch.rand(3, 5000, generator=draw) * 100,
+        ],
+        dim=1,
+    ).to(dtype)
+    taken = torch.rand(columns.shape[1], generator=draw) < 0.9
+    numbers = [0.01, 0.9, 1 - 0.9, 0.1, 0.5, 3e4]
+    kind = {torch.float32: np.float32, torch.float64: np.float64}[dtype]
+    found = torch.zeros(6, columns.shape[1], dtype=dtype)
+    given = tuple(map(kind, numbers))
+    lengths_of_all(columns.numpy(), taken.numpy(), given, adapt, found.numpy())
+    x, m, g = columns
+    lr, *rest = numbers
+    rate = torch.full_like(x, lr)
+    expected = [*lengths(x, m, g, taken, rate, *rest, adapt)]
+    expected += lengths(x, m, None, taken, rate, *rest, adapt)
+    # Three roots and two products, and torch's roots are off by a digit now and then.
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        found, torch.stack(expected), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
