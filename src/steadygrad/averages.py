@@ -93,8 +93,3 @@ class MovingAverage(WideBuffers):
     def value(self) -> Tensor:
         """The average so far, with shape ``shape``; NaN before the first value."""
         return self.total / self.mass
-
-    def reset(self) -> None:
-        """Forgets every value."""
-        self.total.zero_()
-        self.mass.zero_()

@@ -23,7 +23,7 @@ def exact(device: torch.device) -> torch.dtype:
 
 
 class HostCopy:
-    """A copy of a device's numbers on the host, for which nobody waits.
+    """Asynchronous copy of a device's numbers to the host.
 
     ``numbers`` hold it once ``event`` has come.
     """

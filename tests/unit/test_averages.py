@@ -28,13 +28,11 @@ def test_where_false_changes_nothing_even_for_nan():
     assert average.value().item() == pytest.approx((0.5 * 2 + 4) / 1.5)
 
 
-def test_nothing_yet_is_nan_also_after_reset():
+def test_nothing_yet_is_nan():
     average = MovingAverage(0.5, (2,))
     assert average.value().isnan().all()
     average.update(torch.ones(2))
     assert average.value().tolist() == [1.0, 1.0]
-    average.reset()
-    assert average.value().isnan().all()
 
 
 def test_state_goes_on_in_its_own_type():

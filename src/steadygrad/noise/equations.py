@@ -1,4 +1,4 @@
-r"""Unbiased estimates of gradient signal and noise; what is the sum of parts, up to rounding.
+r"""Unbiased estimates of gradient signal and noise, from parts of a batch.
 
 One equation carries every estimator here. Let :math:`g_j` be the mean gradient over :math:`n_j`
 independent samples, and :math:`\bar g = \sum_j w_j g_j` with :math:`\sum_j w_j = 1`. Then

@@ -206,7 +206,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _fill_state(self) -> None:
-        """Makes what lacks at construction, where a wrapper put others, or after a cast."""
+        """Makes missing states: at construction, for a wrapper's parameters, after a cast."""
         names = [name for name, field in self._fields.items() if field.shared]
         for group in self.param_groups:
             shared: dict[torch.device, dict[str, Any]] = {}

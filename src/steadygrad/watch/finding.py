@@ -1,4 +1,4 @@
-"""What the forward and the backward pass of a batch saw, and the first fault in it."""
+"""Values and gradients of one batch, and the first fault among them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first fault of a batch, and what was finite before it.
+    """The first fault of a batch, with the last finite value before the fault.
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
@@ -138,7 +138,7 @@ def is_finite(found: Any) -> bool:
 
 @dataclass(eq=False)
 class Evidence:
-    """What the forward and the backward pass of one batch saw.
+    """Values that a forward pass gave and gradients that the backward pass gave, of one batch.
 
     Attributes:
         batch: Index of the batch.
@@ -248,7 +248,7 @@ class Evidence:
         return "gradient", self._around(*(f"{n}." for n in names))
 
     def _of_parameter(self, name: str) -> Finding:
-        """Blames it if what its module took, and the gradient of what it gave, are finite."""
+        """Blames a parameter whose module has finite inputs and a finite output gradient."""
         owner = name.rpartition(".")[0]
         gave = [one for one in self.seen if one.what == "output" and one.name == owner]
         sure = any(one.gradient is not None for one in gave) and not self.twice

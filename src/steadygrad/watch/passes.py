@@ -28,7 +28,7 @@ _KNOWN = (*_REAL, torch.complex64, torch.complex128)
 
 
 class Shared:
-    """What a watch shares with its hooks and passes, none of which keeps it alive.
+    """State that a watch shares with its hooks and passes, none of which keeps the watch alive.
 
     Attributes:
         owner: Gives the watch; None if it is gone.

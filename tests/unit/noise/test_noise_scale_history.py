@@ -31,6 +31,15 @@ def test_resumes_to_the_bit(every):
         NoiseScale(nn.Linear(2, 2)).load_state_dict(first.state_dict())
 
 
+def test_a_damaged_state_changes_nothing():
+    model, x, y = make()
+    noise, other = NoiseScale(model), NoiseScale(make()[0])
+    measure(noise, model, x, y, [5, 5])
+    with pytest.raises((RuntimeError, ValueError)):
+        other.load_state_dict({**noise.state_dict(), "likeness": torch.ones(7, 7)})
+    assert other.estimate().measurements.item() == 0
+
+
 @pytest.mark.parametrize("source", ["microbatch", "accumulated", "per_example"])
 def test_finds_a_known_noise_scale(source):
     model, sample = synthetic(40.0)

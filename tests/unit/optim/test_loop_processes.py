@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from steadygrad import optim
 from steadygrad.optim import LAMB, LANS, ScaledAdam, loops
 from steadygrad.optim.loops import numbers, runtime
 
@@ -164,6 +166,32 @@ def test_a_cache_folder_that_cannot_be_written():
     assert done.stderr == b""
     assert done.stdout.split()[0] == b"True"
     assert float(done.stdout.split()[1]) < 1
+
+
+@pytest.mark.slow
+def test_a_changed_rule_is_compiled_anew(tmp_path):
+    """The loops of waves call the rule's own function, which lies in another file than theirs."""
+    copy = tmp_path / "steadygrad"
+    shutil.copytree(Path(optim.__file__).parents[1], copy, ignore=shutil.ignore_patterns("*cache*"))
+    folders = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+
+    def moved():
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **folders},
+            capture_output=True,
+            text=True,
+        )
+        loops_ran, weight = done.stdout.split()
+        assert loops_ran == "True"
+        return 1 - float(weight)
+
+    rule, step = copy / "optim" / "layerwise_rule.py", moved()
+    text = rule.read_text()
+    assert text.count("    share = lr if") == 1
+    rule.write_text(text.replace("    share = lr if", "    lr = lr + lr\n    share = lr if"))
+    # Twice the learning rate, in float32.
+    assert moved() == pytest.approx(2 * step, rel=1e-3)
 
 
 # A damaged file of the cache raises whatever it likes.

@@ -1,6 +1,7 @@
 """LANS and LAMB as compiled loops: the passes of :mod:`steadygrad.optim.layerwise_rule`."""
 
 import math
+from inspect import getsource
 from typing import Any
 
 from numba import njit
@@ -27,7 +28,8 @@ from steadygrad.optim.loops.numbers import (
     widen,
 )
 
-SOURCE = source_of(Options._fields, Factors._fields, Coefficients._fields)
+RULE = getsource(lengths), getsource(trust_ratio)
+SOURCE = source_of(Options._fields, Factors._fields, Coefficients._fields, RULE)
 FACTORS, COEFFICIENTS, OPTIONS = map(len, (Factors._fields, Coefficients._fields, Options._fields))
 # The rule's own function, without leave to round otherwise than it says.
 register_jitable(trust_ratio)

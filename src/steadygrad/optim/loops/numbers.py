@@ -25,7 +25,6 @@ MOST_SUMS = 3
 # Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
 GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
 
-
 # Places of a kernel's arguments, int64 numbers.
 COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
 STOPS = 1  # address of the chunk after the last of each turn
@@ -46,7 +45,7 @@ LINE, ROW = 64, 40
 
 
 def source_of(*fields: tuple[str, ...]) -> int:
-    """A number that changes with the sources of the kernels and the names of their factors.
+    """A number that changes with the sources of kernels and rules, and the names of factors.
 
     Numba's cache checks a function's own file only. Kernels hold on to this number, so that they
     are compiled anew when anything else that they are made of has changed.

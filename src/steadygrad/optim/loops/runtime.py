@@ -175,7 +175,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def prepare(passes: Iterable[Pass], types: Types) -> None:
-    """Compiles the loops of passes for some types; what a compiler raises may be anything."""
+    """Compiles the loops of passes for some types, and raises whatever the compiler raises."""
     for one in passes:
         _kernel_of(one, types)
 
