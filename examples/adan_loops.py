@@ -6,13 +6,13 @@ from typing import Any
 from steadygrad.optim.loops.numbers import (
     arrays_at,
     block_of,
+    kinds_of,
     narrow,
     round_masters,
     source_of,
     state_at,
     sync_masters,
     take_turn,
-    types_of,
     unscaled,
     widen,
 )
@@ -32,9 +32,9 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
         size: Number of elements.
         by: The tensor's factors, in their order.
         given: The options, and one over the loss scale as the last.
-        types: See ``types_of``.
+        types: See ``kinds_of``.
     """
-    state, exact, inverse_scale = types[2], types[5], types[4](given[-1])
+    state, exact, inverse_scale = types.state, types.exact, types.number(given[-1])
     g, x, p = arrays_at(args, row, first, size, types)
     m, v = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
     n, previous = state_at(row, 2, first, size, types), state_at(row, 3, first, size, types)
@@ -60,7 +60,7 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
 
 def move_kernel(grad: Any, weight: Any, state: Any, param: Any, count: int) -> Any:
     """The loop for some types, with the number of factors."""
-    source, types = SOURCE, types_of(grad, weight, state, param)
+    source, types = SOURCE, kinds_of(grad, weight, state, param)
 
     def kernel(data: Any) -> None:
         take_turn(move, data, 0, (count, OPTIONS + 0 * source), types, False)

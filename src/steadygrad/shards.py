@@ -57,6 +57,20 @@ def first_shard(tensor: Tensor) -> FirstShard | None:
     return FirstShard((-(-shape[0] // rows), *shape[1:]), (coordinate or [-1])[-1] == 0)
 
 
+def first_row(tensor: Tensor) -> int | None:
+    """Place in the whole tensor of the first row here; None if its rows are cut, or cut twice."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    split = [i for i, p in enumerate(tensor.placements) if type(p) is not Replicate]
+    if not split:
+        return 0
+    kind = tensor.placements[split[0]]
+    if len(split) > 1 or type(kind) is not Shard or kind.dim:
+        return None
+    mesh, rows = tensor.device_mesh, len(tensor)
+    return min(rows, -(-rows // mesh.size(split[0])) * mesh.get_local_rank(split[0]))
+
+
 def replicas(tensor: Tensor, world: World) -> int:
     """On how many processes a tensor's local part lies: a sum over ``world`` counts it so often."""
     if not isinstance(tensor, DTensor):
@@ -84,6 +98,18 @@ def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return aligned(tensor, like)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def as_shard(part: Tensor, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor of some shape of which this is this process's part, laid out as another is."""
+    if not isinstance(like, DTensor):
+        return part
+    mesh, placements = like.device_mesh, like.placements
+    whole = torch.empty(shape, device="meta")
+    found: Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return found
 
 
 class PackedSum:

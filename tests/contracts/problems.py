@@ -71,6 +71,7 @@ def _by_type(optimizer: Optimizer, weights: bool) -> dict[torch.dtype, list[tupl
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = {name: t for name, t in optimizer.state[p].items() if name != "skipped"}
         exact = state["exp_avg_sq"].dtype if "exp_avg_sq" in state else torch.float32
+        exact = torch.float32 if exact is torch.uint8 else exact
         for name, t in (state | ({"weight": p} if weights else {})).items():
             # Norms are kept in float32 for every type, and the threshold is taken from them.
             found[torch.float32 if name.startswith("model_norm") else exact].append((name, t))

@@ -24,6 +24,8 @@ class Entry:
         others: Further options of its own, each set to be tried on a small problem.
         wrong: Options that must be refused, each with a piece of the message.
         mode: How steps are computed, unless a test says it.
+        coded: Whether moments are kept in eight bits, rounded at random: its weights are not those
+            of the equations in float64.
     """
 
     make: Callable[..., Optimizer]
@@ -35,6 +37,7 @@ class Entry:
     others: tuple[dict[str, Any], ...] = ()
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
     mode: Mapping[str, Any] = field(default_factory=dict)
+    coded: bool = False
 
     def __call__(self, params: Any, **more: Any) -> Any:
         mode = {} if {"foreach", "fused"} & set(more) else self.mode
@@ -131,6 +134,28 @@ OPTIMIZERS = {
         {"recipe": "stateless7", "clipping_scale": 0.9, "clipping_update_period": 4},
         none_moves=True,
         joint=True,
+    ),
+    "lans-8bit": Entry(
+        LANS,
+        ("exp_avg", "exp_avg_sq"),
+        {"lr": 1e-2, "state_dtype": "8bit"},
+        wrong=(({"state_dtype": "8 bits"}, "`state_dtype`.*8bit"),),
+        coded=True,
+    ),
+    "lamb-8bit": Entry(
+        LAMB,
+        ("exp_avg", "exp_avg_sq"),
+        {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "state_dtype": "8bit"},
+        joint=True,
+        coded=True,
+    ),
+    "scaled_adam-8bit": Entry(
+        ScaledAdam,
+        ("delta", "exp_avg_sq"),
+        {"clipping_scale": 0.9, "clipping_update_period": 4, "state_dtype": "8bit"},
+        none_moves=True,
+        joint=True,
+        coded=True,
     ),
     # Of a module outside of the library.
     "adan": Entry(

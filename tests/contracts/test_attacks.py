@@ -30,6 +30,13 @@ VALUES = {
     "one nan": lambda t: torch.cat([t.new_full((1,), torch.nan), t.reshape(-1)[1:]]).view(t.shape),
     "minus inf": lambda t: torch.full_like(t, -torch.inf),
 }
+# Of codes and their scales, which have no such values.
+CODES = {
+    "floats": lambda t: t.float(),
+    "wide": lambda t: t.to(torch.int16),
+    "no scale": lambda t: torch.full_like(t, 0),
+    "past float32": lambda t: torch.full_like(t, 254),
+}
 NEGATIVE = {
     "step",
     "exp_avg_sq",
@@ -76,12 +83,20 @@ def test_states_of_other_shapes_types_and_values(entry, place):
     params, optimizer = trained(entry)
     tried = 0
     for name, value in optimizer.state_dict()["state"][place].items():
-        for change in (*SHAPES.values(), *KINDS.values(), *VALUES.values()):
+        # Every number up to 255 is a code.
+        values = (
+            VALUES
+            if value.is_floating_point()
+            else CODES
+            if "exponents" in name
+            else {kind: CODES[kind] for kind in ("floats", "wide")}
+        )
+        for change in (*SHAPES.values(), *KINDS.values(), *values.values()):
             saved = copy.deepcopy(optimizer.state_dict())
             saved["state"][place][name] = change(value)
             refused(optimizer, params, saved)
             tried += 1
-        if name in NEGATIVE:
+        if name in NEGATIVE and value.is_floating_point():
             saved = copy.deepcopy(optimizer.state_dict())
             saved["state"][place][name] = torch.full_like(value, -1.0)
             refused(optimizer, params, saved)

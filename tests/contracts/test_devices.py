@@ -48,6 +48,7 @@ CASES = {
 
 
 @covering(case=CASES, first=["meta", "cpu"], mode=[{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.usefixtures("same_bits_at_all_places")
 def test_each_goes_as_it_would_alone(case, first, mode):
     entry, together = case
     far, here, alone = on_meta(), parameters(), parameters()

@@ -44,6 +44,7 @@ def everything(optimizer, params):
     return found
 
 
+@pytest.mark.usefixtures("same_bits_at_all_places")
 @every_optimizer_apart
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "added later"])
 def test_every_option_is_a_groups_own(entry, later):
@@ -83,6 +84,7 @@ def test_maximizing_is_minimizing_the_negative(entry):
     assert_same(snapshot(ours, up), snapshot(theirs, down))
 
 
+@pytest.mark.usefixtures("same_bits_at_all_places")
 @every_optimizer_apart
 def test_types_in_one_group_do_not_touch_each_other(entry):
     mixed = [parameters(dtype) for dtype in DTYPES]

@@ -136,7 +136,10 @@ def test_no_mode_waits_for_the_device(entry, dtype, foreach):
     foreach=FOREACH,
 )
 def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach):
-    """Of the largest parameter, or of all that are worked on together; compiled loops need none."""
+    """Of the largest parameter, or of all that are worked on together; compiled loops need none.
+
+    Five more for codes: two moments as numbers, their floors, roots in float64.
+    """
     shapes = [*[(64, 64)] * 20, (1024, 1024), *[(64, 64)] * 20]
     assert BUCKET == 1024 * 1024
     draw = torch.Generator().manual_seed(0)
@@ -151,7 +154,8 @@ def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach)
         if foreach is None:
             assert 0 < memory.peak <= 41 * 1024
         else:
-            assert BUCKET < memory.peak <= 2 * BUCKET * wide + 64 * 1024
+            count = 7 if entry.coded and dtype is not torch.float64 else 2
+            assert BUCKET < memory.peak <= count * BUCKET * wide + 64 * 1024
 
 
 @every_optimizer
@@ -165,7 +169,8 @@ def test_small_tensors_are_worked_on_together(entry):
         with Calls() as calls:
             optimizer.step()
         counts[foreach] = calls.count
-    assert counts[True] < 0.35 * counts[False]
+    # Codes are made of one tensor at a time.
+    assert counts[True] < (0.8 if entry.coded else 0.35) * counts[False]
 
 
 @every_optimizer_and_mode

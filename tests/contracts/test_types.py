@@ -76,6 +76,7 @@ def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size)
     foreach=MODES,
     order=[(torch.bfloat16, torch.float32), (torch.float32, torch.float16)],
 )
+@pytest.mark.usefixtures("same_bits_at_all_places")
 def test_narrow_and_wide_parameters_in_one_group_without_masters(entry, foreach, order):
     draw = torch.Generator().manual_seed(0)
     # The first is large, so that the two others are worked on in one call if they are together.

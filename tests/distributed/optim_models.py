@@ -1,5 +1,7 @@
 """A model with every awkward shape, the ways of sharding it, and the optimizers that train it."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +29,9 @@ def scaled_adam(params, **mode):
     return ScaledAdam(params, lr=1e-2, clipping_scale=0.9, clipping_update_period=5, **mode)
 
 
-MAKERS = {"lans": lans, "lamb": lamb, "scaled_adam": scaled_adam}
+FLOAT32 = {"lans": lans, "lamb": lamb, "scaled_adam": scaled_adam}
+CODED = {f"{name}-8bit": partial(maker, state_dtype="8bit") for name, maker in FLOAT32.items()}
+MAKERS = FLOAT32 | CODED
 
 
 class Net(nn.Module):

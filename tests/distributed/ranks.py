@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from steadygrad.optim import codes
+
 # One process reads torch in, and every rank is a copy of it: that takes seconds otherwise, each.
 mp.get_context("forkserver").set_forkserver_preload(
     [
@@ -38,9 +40,15 @@ def on_ranks(world: int, function: Callable[..., Any], tmp_path: Path, *args: An
     return [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(world)]
 
 
+def code_small_parameters() -> None:
+    """Parameters of tests have moments in eight bits, where an optimizer is asked for them."""
+    codes.LEAST, codes.SHORTEST = 1, 2
+
+
 def _entry(rank: int, world: int, function: Callable[..., Any], folder: str, args: Any) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
+    code_small_parameters()
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:

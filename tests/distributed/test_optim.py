@@ -3,13 +3,14 @@
 import pytest
 
 from tests.distributed import optim_checkpoints, zero_steps
-from tests.distributed.optim_models import LAYOUTS, MAKERS
+from tests.distributed.optim_models import CODED, LAYOUTS, MAKERS
 from tests.distributed.optim_steps import everything
 from tests.distributed.ranks import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLLECTIVES = {"lans": 2, "lamb": 2, "scaled_adam": 1}
+COLLECTIVES |= {f"{name}-8bit": count for name, count in COLLECTIVES.items()}
 # Over how many processes each goes: replicas are not asked.
 GROUP = {(2, "fsdp"): 2, (2, "tp"): 2, (4, "fsdp"): 4, (4, "hsdp"): 2, (4, "2d"): 4}
 # First on what is partial, where copies are, then on what is spread alike: axis by axis of a mesh.
@@ -21,6 +22,7 @@ AGREEMENTS = {
     (4, "2d"): [2, 2, 2, 2, 2],
 }
 SHARED = {"lans": 1, "lamb": 1, "scaled_adam": 5}  # tensors that all parameters of a group share
+SHARED |= {f"{name}-8bit": count for name, count in SHARED.items()}
 FORMS = ("nested", "flat")
 
 
@@ -48,12 +50,18 @@ def runs(world):
     return [f"{name} {layout}" for name in MAKERS for layout in LAYOUTS[world]]
 
 
+def comparable(world):
+    """Runs whose parameters have codes if the unsharded ones do: theirs must not be cut."""
+    cut = [f"{name} {layout}" for name in CODED for layout in ("tp", "2d")]
+    return [key for key in runs(world) if key not in cut]
+
+
 def test_parameters_equal_the_unsharded_run(results):
     world, ranks = results
     for found in ranks:
         # Clipping is part of it: gradients were above the threshold at least once.
         assert found["trajectories"]["scaled_adam clipped"] > 0
-        differences = {key: found["trajectories"][key] for key in runs(world)}
+        differences = {key: found["trajectories"][key] for key in comparable(world)}
         # float32 sums over shards in another order, 20 steps of 1e-2.
         assert {k: v for k, v in differences.items() if not v < 1e-6} == {}
 
@@ -63,7 +71,7 @@ def test_diagnostics_are_those_of_the_unsharded_run(results):
     for found in ranks:
         reports = found["trajectories"]["reports"]
         assert list(reports) == runs(world)
-        for count, unlike in reports.values():
+        for count, unlike in (reports[key] for key in comparable(world)):
             assert count >= 3
             assert unlike == []
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from tests.distributed.optim_models import MAKERS
+from tests.distributed.optim_models import FLOAT32
 
 # The first steps of all, with a NaN, with frozen parameters, and before a file is written.
 STEPS, BAD, FROZEN, STOP = 40, 7, range(12, 25), 20
@@ -51,7 +51,7 @@ def _memory(optimizer):
 
 def everything(rank, world):
     found = {}
-    for name, maker in MAKERS.items():
+    for name, maker in FLOAT32.items():
         plain, split = _net(), _net()
         alone, zero = maker(_groups(plain)), _zero(split, maker)
         for step in range(STOP):

@@ -11,18 +11,21 @@ from collections import Counter
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.property.machine import MODES, OPTIMIZERS, OptimizerMachine
+from tests.property.machine import MODES, OPTIMIZERS, STATES, OptimizerMachine
 
 # In one batch: five thousand steps or so.
 LIVES = 30
 
 
-def live(name: str, mode: str, *, lives: int, seed: int, stretch: int = 1) -> Counter[str]:
+def live(
+    name: str, mode: str, states: str, *, lives: int, seed: int, stretch: int = 1
+) -> Counter[str]:
     """Random lives of one optimizer that begin in one mode.
 
     Args:
         name: Of ``OPTIMIZERS``.
         mode: Of ``MODES``.
+        states: Of ``STATES``.
         lives: Their number, of 20 events each.
         seed: The same one gives the same lives.
         stretch: Factor on the numbers of steps between other events.
@@ -35,15 +38,17 @@ def live(name: str, mode: str, *, lives: int, seed: int, stretch: int = 1) -> Co
             message says how the batch is repeated.
     """
     counts: Counter[str] = Counter()
-    fields = {"kind": OPTIMIZERS[name], "mode": mode, "counts": counts, "stretch": stretch}
-    machine = _seeded(type(f"{name}_{mode}", (OptimizerMachine,), fields), seed)
+    fields = {"kind": OPTIMIZERS[name], "mode": mode, "states": states, "counts": counts}
+    fields["stretch"] = stretch
+    machine = _seeded(type(f"{name}_{mode}_{states}", (OptimizerMachine,), fields), seed)
     try:
         run_state_machine_as_test(machine, settings=_settings(lives))
     except Exception as error:
         raise AssertionError(
-            f"Expected the steps of the equations. Found others in {name}, {mode}, seed {seed}. "
-            "Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
-            f"--only {name},{mode} --seed {seed} --lives {lives} --stretch {stretch} --steps 1"
+            f"Expected the steps of the equations. Found others in {name}, {mode}, {states}, seed "
+            f"{seed}. Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
+            f"--only {name},{mode},{states} --seed {seed} --lives {lives} --stretch {stretch} "
+            "--steps 1"
         ) from error
     return counts
 
@@ -66,11 +71,13 @@ def _seeded(machine: type, number: int) -> type:
     return found
 
 
-def _batch(job: tuple[str, str, int, int, int]) -> tuple[str, Counter[str]]:
+def _batch(job: tuple[str, str, str, int, int, int]) -> tuple[str, Counter[str]]:
     warnings.filterwarnings("ignore", "Expected a fused kernel for")
     warnings.filterwarnings("ignore", "Expected finite gradients")
-    name, mode, number, lives, stretch = job
-    return f"{name}, {mode}", live(name, mode, lives=lives, seed=number, stretch=stretch)
+    warnings.filterwarnings("ignore", "Expected a parameter sharded once")
+    name, mode, states, number, lives, stretch = job
+    counts = live(name, mode, states, lives=lives, seed=number, stretch=stretch)
+    return f"{name}, {mode}, {states}", counts
 
 
 def main() -> None:
@@ -79,29 +86,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000, help="of the first batch of lives")
     parser.add_argument("--lives", type=int, default=LIVES, help="of a batch")
     parser.add_argument("--stretch", type=int, default=16, help="factor on numbers of steps")
-    parser.add_argument("--only", default="", help="an optimizer, a mode, or both: lans,fused")
+    parser.add_argument("--only", default="", help="some of three: lans,fused,8bit")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     asked = parser.parse_args()
-    began, total, by_pair = time.monotonic(), Counter[str](), Counter[str]()
+    began, total, by_kind = time.monotonic(), Counter[str](), Counter[str]()
     only, number = {*filter(None, asked.only.split(","))}, asked.seed
-    pairs = [pair for pair in itertools.product(OPTIMIZERS, MODES) if only <= {*pair}]
-    if not pairs:
-        known = ", ".join([*OPTIMIZERS, *MODES])
-        parser.error(f"--only should be of {known}. Found {asked.only!r}. Remedy: lans,fused")
+    kinds = [kind for kind in itertools.product(OPTIMIZERS, MODES, STATES) if only <= {*kind}]
+    if not kinds:
+        known = ", ".join([*OPTIMIZERS, *MODES, *STATES])
+        parser.error(f"--only should be of {known}. Found {asked.only!r}. Remedy: lans,fused,8bit")
     # Lives change the number of threads; idle ones that wait in a loop take half of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Begun anew: compiled loops and their threads do not survive a fork.
     with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
         while total["steps"] < asked.steps:
             own = asked.lives, asked.stretch
-            jobs = [(*pair, seed, *own) for seed, pair in enumerate(pairs, number)]
+            jobs = [(*kind, seed, *own) for seed, kind in enumerate(kinds, number)]
             number += len(jobs)
-            for pair, counts in pool.imap_unordered(_batch, jobs):
-                by_pair[pair] += counts["steps"]
+            for kind, counts in pool.imap_unordered(_batch, jobs):
+                by_kind[kind] += counts["steps"]
                 total += counts
                 minutes = (time.monotonic() - began) / 60
                 print(f"{total['steps']:,} steps in {minutes:.0f} min, none wrong", flush=True)
-    for what, count in {**dict(sorted(by_pair.items())), **total}.items():
+    for what, count in {**dict(sorted(by_kind.items())), **total}.items():
         print(f"{what}: {count:,}")
 
 

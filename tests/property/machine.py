@@ -11,15 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
 from tests.property.oracle import StepOracle, assert_kept, everything
 
-__all__ = ["MODES", "OPTIMIZERS", "OptimizerMachine"]
+__all__ = ["MODES", "OPTIMIZERS", "STATES", "OptimizerMachine"]
 
 MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
 OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
+STATES = ("float32", "8bit")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SMALL = [(), (1,), (4,), (0, 3), (3, 5), (2, 3, 4), (1, 7), (33,), (40, 30), (5000,)]
+# With rows of more than a block of codes, and of whole ones.
+ROWS = [(40, 30), (3, 300), (2, 512), (5, 3, 100)]
 # Of several chunks, and worth several threads; seldom, because its steps take longer.
 LARGE = (300, 256)
 # Of a weight: squares of many are float32 numbers.
@@ -81,21 +84,25 @@ def options_of(kind: type) -> Any:
 class OptimizerMachine(RuleBasedStateMachine):
     """Steps, skips, groups, options, casts, layouts, freezes, loads, copies, threads, loss scales.
 
-    A subclass names the optimizer and the mode that it begins with, where events are counted, and
-    a factor on the numbers of steps.
+    A subclass names the optimizer and the mode that it begins with, whether some groups keep their
+    moments in eight bits, where events are counted, and a factor on the numbers of steps.
     """
 
     kind: type[Optimizer]
     mode: str
+    states: str
     counts: Counter[str]
     stretch: int
 
     def __init__(self) -> None:
         super().__init__()
-        self.threads = torch.get_num_threads()
+        self.threads, self.least = torch.get_num_threads(), (codes.LEAST, codes.SHORTEST)
+        # Small parameters, which make for many steps, have codes too.
+        codes.LEAST, codes.SHORTEST = 1, 2
 
     def teardown(self) -> None:
         torch.set_num_threads(self.threads)
+        codes.LEAST, codes.SHORTEST = self.least
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1), masters=st.booleans())
     def make(self, data: Any, seed: int, masters: bool) -> None:
@@ -110,12 +117,18 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.skipped, self.exponent = 0, 0
 
     def _group(self, data: Any) -> dict[str, Any]:
-        shapes = data.draw(st.lists(st.sampled_from(SMALL), min_size=1, max_size=5))
+        known = SMALL + ROWS * (self.states == "8bit")
+        shapes = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=5))
         params = [nn.Parameter(self._numbers(shape, data)) for shape in shapes]
         options = data.draw(options_of(self.kind)) | {"master_weights": self.masters}
+        options["state_dtype"] = self._state_dtype(data)
         if data.draw(st.booleans()):
             options["lr"] = torch.tensor(options["lr"])
         return {"params": params, **options}
+
+    def _state_dtype(self, data: Any) -> str:
+        is_coded = self.states == "8bit" and data.draw(st.integers(0, 3)) > 0
+        return "8bit" if is_coded else "float32"
 
     def _numbers(self, shape: tuple[int, ...], data: Any) -> Tensor:
         values = torch.randn(shape, generator=self.draw) * 0.3 + 0.1
@@ -131,8 +144,14 @@ class OptimizerMachine(RuleBasedStateMachine):
         scales = [data.draw(_scales) for _ in self.params]
         missing = data.draw(st.integers(0, 7))
         strided = data.draw(st.booleans())
-        for _ in range(steps * self.stretch):
+        # Gradients of many sizes within a block, which grow: where codes need their bounds.
+        uneven = self.states == "8bit" and data.draw(st.booleans())
+        for step in range(steps * self.stretch):
             self._give_gradients(scales, missing, strided)
+            for p in self.params if uneven else ():
+                if p.grad is not None:
+                    sizes = 10 ** (-9 * torch.rand(p.shape, generator=self.draw).square())
+                    p.grad *= sizes * 1.1 ** (step % 60)
             self._step()
 
     # Rules are drawn alike, and steps are what is judged.
@@ -172,6 +191,8 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.skipped += oracle.skips
         self.counts["steps"] += 1
         self.counts["skipped steps"] += oracle.skips
+        self.counts["codes"] += oracle.codes
+        self.counts["codes that a rounding may change"] += oracle.near
         self.counts["parameters not judged, for norms out of float32's range"] += oracle.unjudged
         if torch.get_num_threads() > 1 and any(p.shape == LARGE for p in self.params):
             self.counts["steps that several threads may share"] += 1
@@ -199,12 +220,14 @@ class OptimizerMachine(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(self.optimizer.param_groups))
         fixed = ("size_update_period", "clipping_update_period", "recipe")
         options = data.draw(options_of(self.kind))
+        options["state_dtype"] = self._state_dtype(data)
         group.update({k: v for k, v in options.items() if k not in fixed})
         self.counts["edited options"] += 1
 
     @precondition(lambda self: len(self.optimizer.param_groups) < 4)
     @rule(data=st.data())
     def add_group(self, data: Any) -> None:
+        self.optimizer.state_dict()  # brings states into the form that options now ask for
         known = everything(self.optimizer)
         self.optimizer.add_param_group(self._group(data))
         assert_kept(everything(self.optimizer)[: len(known)], known)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.reference import codes
 from tests.reference.lamb import Lamb
 from tests.reference.lans import Lans
 from tests.reference.scaled_adam import Clipper
@@ -39,6 +40,10 @@ COPIES, MARGIN = 4, 32
 ROUNDINGS = {torch.float32: 64, torch.float64: 1024}
 MOMENTS = {"step": "t", "exp_avg": "m", "exp_avg_sq": "v"}
 SIZES = {"delta": "delta", "exp_avg_sq": "v", "param_rms": "rms", "scale_exp_avg_sq": "q"}
+# Of both terms of a moment, by which a code is allowed to be the neighbour.
+CODE_ROUNDINGS = 16 * 2.0**-23
+# Of small states that belong to codes, and go through a step as they are.
+KEPT = ("codes", "exponents", "floor")
 REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
 # A norm whose square float32 holds with all its digits, also where many elements share it.
 LEAST_NORM = 1e-18
@@ -83,6 +88,8 @@ class StepOracle:
         # Parameters with a norm, their group's or a direction's, whose square is no float32 number,
         # in the originals too.
         self.unjudged = 0
+        # Codes that were looked at, and those that a rounding of their number may change.
+        self.codes = self.near = 0
         self.skips = any(
             g is not None and not np.isfinite(g).all() for group in self._gradients for g in group
         )
@@ -105,7 +112,10 @@ class StepOracle:
                 unjudged = expected[g][i].get("unjudged", ())
                 self.unjudged += bool(unjudged)
                 for name, values in own.items():
-                    if name in unjudged:
+                    if name in unjudged or name.endswith(KEPT):
+                        continue
+                    if f"{name}_codes" in own:
+                        moved = self._check_codes(found, expected, moved, g, i, name)
                         continue
                     limits = own.get("narrow") if name == "weight" else None
                     dtype, exact = self._dtypes[g][i], expected[g][i][name]
@@ -123,6 +133,37 @@ class StepOracle:
                         f"{np.abs(values - exact).max():.3g} of {np.abs(exact).max():.3g}; moved "
                         f"inputs give {max(np.abs(x - exact).max() for x in others):.3g}"
                     )
+
+    def _check_codes(
+        self, found: Snapshot, expected: Snapshot, moved: list[Snapshot], g: int, i: int, name: str
+    ) -> list[Snapshot]:
+        """Compares codes with those that the number has by the same random bits."""
+        own, before, exact = found[g][i], self._before[g][i], expected[g][i]
+        rounded, kept = (own[f"{name}_{what}"] for what in KEPT[:2])
+        if self._gradients[g][i] is None:
+            for what in KEPT[:2]:
+                assert np.array_equal(own[f"{name}_{what}"], before[f"{name}_{what}"])
+            return moved
+        # Parameters without elements have no place.
+        places = [bool(row["weight"].size) for group in found for row in group]
+        place = sum(places[: sum(map(len, found[:g])) + i])
+        code = codes.SECOND if name == "exp_avg_sq" else codes.FIRST
+        size = np.abs(before[name]) + np.abs(exact[name])
+        # Below the least normal numbers roundings are of one size; a zero is exact.
+        errors = CODE_ROUNDINGS * size + 2.0**-148 * ((size > 0) & (size < 2.0**-120))
+        given = code, place, int(before["step"])
+        wrong, near = codes.are_wrong(rounded, kept, exact[name], errors, *given)
+        if wrong.any():
+            moved = moved or [self._step(Moves.of(number)) for number in range(COPIES)]
+            errors += MARGIN * np.max([np.abs(x[g][i][name] - exact[name]) for x in moved], axis=0)
+            wrong, near = codes.are_wrong(rounded, kept, exact[name], errors, *given)
+        self.codes += wrong.size
+        self.near += int(near.sum())
+        assert not wrong.any(), (
+            f"group {g}, parameter {i}, codes of {name}: {wrong.sum()} of {wrong.size} wrong, "
+            f"first {rounded[wrong][0]} for {exact[name][wrong][0]} +- {errors[wrong][0]}"
+        )
+        return moved
 
     def _sizes_overflow(self, optimizer: Optimizer) -> bool:
         """Whether a size cannot be learned: its gradient's square is past the state's type."""
@@ -162,15 +203,24 @@ def read(optimizer: Optimizer) -> Snapshot:
     """All numbers of an optimizer in float64, by group and parameter."""
     found: Snapshot = []
     for group in optimizer.param_groups:
-        rows = []
+        rows: list[Numbers] = []
         for p in group["params"]:
-            state = optimizer.state[p]
+            state = dict(optimizer.state[p])
+            # What the next step does first.
+            optimizer._bring_into_form(p, group, state)  # type: ignore[attr-defined]
             row = {
                 name: value.detach().double().numpy().copy()
                 for name, value in state.items()
                 if name not in ("skipped", "master_weight")
             }
-            row["most"] = np.array(torch.finfo(state["exp_avg_sq"].dtype).max)
+            for name in [name for name in row if name.endswith("_exponents")]:
+                moment, of = name.removesuffix("_exponents"), codes.FIRST
+                row[f"{moment}_codes"], row[name] = row[moment].astype(int), row[name].astype(int)
+                if moment == "exp_avg_sq":
+                    of, row["floor"] = codes.SECOND, codes.floor(row[name], tuple(p.shape))
+                row[moment] = codes.decode(row[f"{moment}_codes"], row[name], of)
+            dtype = torch.float32 if "floor" in row else state["exp_avg_sq"].dtype
+            row["most"] = np.array(torch.finfo(dtype).max)
             row["weight"] = _exact(p, state.get("master_weight")).double().numpy().copy()
             # What its type can hold of the weight.
             if p.dtype in (torch.float16, torch.bfloat16) and "master_weight" not in state:
@@ -245,7 +295,7 @@ def _moved(state: Numbers, dtype: torch.dtype, draw: Moves | None) -> Numbers:
     counts = ("step", "clipping_step", "narrow", "most")
     return {
         name: np.array(value, copy=True)
-        if draw is None or name in counts
+        if draw is None or name in counts or name.endswith(KEPT)
         else np.asarray(
             value * (1 + eps * (draw.side + draw.numbers.uniform(-1, 1, np.shape(value))))
         )
@@ -289,6 +339,7 @@ def _by_moments(reference: Any, states: Sequence[Numbers], gradients: Sequence[A
     for state, gradient in zip(states, gradients, strict=True):
         norms.clear()
         known = {ours: state[name] for name, ours in MOMENTS.items() if name != "step"}
+        known |= {name: state[name] for name in ("floor",) if name in state}
         reference.states[0] = {**known, "t": int(state["step"])}
         reference.step([state["weight"]], [gradient])
         for name, ours in MOMENTS.items():
@@ -322,6 +373,7 @@ def _scaled_adam(groups: Sequence[Any], options: Sequence[Numbers]) -> None:
 
 def _sizes(state: Numbers) -> Numbers:
     known = {ours: state[name] for name, ours in SIZES.items() if name in state}
+    known |= {name: state[name] for name in ("floor",) if name in state}
     if "scale_grads" in state:
         known["ring"] = [float(x) for x in state["scale_grads"]]
         if state["weight"].size and not state["step"]:

@@ -6,15 +6,18 @@
 import pytest
 
 from tests.property.fuzz import live
-from tests.property.machine import MODES, OPTIMIZERS
+from tests.property.machine import MODES, OPTIMIZERS, STATES
 
 
 @pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 @pytest.mark.filterwarnings("ignore:Expected finite gradients")
+@pytest.mark.filterwarnings("ignore:Expected a parameter sharded once")
+@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_step_is_the_equations(name, mode):
+def test_each_step_is_the_equations(name, mode, states):
     place = [*OPTIMIZERS].index(name) * len(MODES) + [*MODES].index(mode)
-    counts = live(name, mode, lives=12, seed=place)
+    counts = live(name, mode, states, lives=12, seed=100 + place, stretch=2)
     assert counts["steps"] > 120
+    assert (counts["codes"] > 1_000) is (states == "8bit")
     assert min(counts[event] for event in ("skipped steps", "loads", "casts", "copies")) > 0

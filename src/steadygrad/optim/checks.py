@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from steadygrad._checks import InputError, check_number
+from steadygrad._checks import InputError, check_choice, check_number
 from steadygrad.shards import local
 
+# How moments are kept.
+STATE_DTYPES = ("float32", "8bit")
 # Types of parameters.
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -39,6 +41,8 @@ def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
         check_switch(name, group[name], (True, False, None))
     for name in ("maximize", "capturable"):
         check_switch(name, group[name], (True, False))
+    if "state_dtype" in group:
+        check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
     if group["foreach"] and group["fused"]:
         raise InputError("Expected one of `foreach` and `fused`. Found both. Remedy: drop one.")
 

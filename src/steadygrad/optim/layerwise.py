@@ -27,7 +27,7 @@ from steadygrad.optim.layerwise_rule import (
     trust_ratio,
 )
 from steadygrad.optim.passes import Pass
-from steadygrad.optim.state import ADAM_FIELDS
+from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
 
 class LayerwiseOptimizer(ShardedOptimizer):
@@ -36,7 +36,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     A subclass says by which factor a gradient is scaled before all else.
     """
 
-    _fields = ADAM_FIELDS
+    _fields: Mapping[str, StateField] = {**ADAM_FIELDS, **scales_of("exp_avg", "exp_avg_sq")}
     _passes: LayerwisePasses
     _directions: Pass
     # Names in reports of the ratios to each direction's norm.
@@ -171,6 +171,8 @@ class LANS(LayerwiseOptimizer):
         lower_bound: Least value of :math:`\phi`; None: no bound.
         upper_bound: Greatest value of :math:`\phi`; None: no bound.
         clip_value: Bound on each element of a normalised gradient (MXNet's ``clip_gradient``).
+        state_dtype: How moments are kept: ``"float32"``, or ``"8bit"``, a byte for each number: see
+            :mod:`steadygrad.optim.codes`. Small parameters keep float32.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
         fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
@@ -201,6 +203,7 @@ class LANS(LayerwiseOptimizer):
         lower_bound: float | None = None,
         upper_bound: float | None = None,
         clip_value: float | None = None,
+        state_dtype: str = "float32",
         master_weights: bool | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -241,7 +244,7 @@ class LAMB(LayerwiseOptimizer):
             it before anything else, as in NVLAMB, where it is 1; None: they are not.
         adapt: Whether there is a trust ratio; programs for BERT leave it out for biases and gains
             of norms, with a weight decay of 0.
-        master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
+        state_dtype, master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -266,6 +269,7 @@ class LAMB(LayerwiseOptimizer):
         upper_bound: float | None = None,
         max_grad_norm: float | None = None,
         adapt: bool = True,
+        state_dtype: str = "float32",
         master_weights: bool | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,

@@ -40,6 +40,7 @@ from steadygrad.optim.passes import (
     grad_sq_norms,
     moved_by,
     root,
+    second_moments,
     sum_type,
     where,
 )
@@ -170,7 +171,7 @@ def _move_moments(bucket: Bucket, by: Factors, options: Options, *, has_two: boo
 def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
     m, x, dtype = bucket.moments[0], bucket.weights, sum_type(bucket)
     unbias1, unbias2 = bucket.pick((by.unbias1, by.unbias2), m[0].dtype)
-    d, parts = _denominators(bucket, unbias2, options.eps), []
+    d, parts = _denominators(bucket, unbias2, options), []
     if has_two:
         u = _scaled(bucket, by, options.clip_value)
         torch._foreach_div_(u, d)
@@ -186,6 +187,10 @@ def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: b
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
     m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
+    if bucket.codes is not None:
+        # The pass before this one left them as they were.
+        gradients = _scaled(bucket, by, options.clip_value)
+        average(bucket, gradients, (options.beta1, options.beta2), by.taken)
     unbias2, along_m, along_g = bucket.pick((by.unbias2, by.along_m, by.along_g), dtype)
     (keep,) = bucket.pick([by.keep], sum_type(bucket))
     if has_two:
@@ -195,7 +200,7 @@ def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two
             total.addcmul_(own, factor)
     else:
         u = list(torch._foreach_mul(m, along_m))
-    torch._foreach_div_(u, _denominators(bucket, unbias2, options.eps))
+    torch._foreach_div_(u, _denominators(bucket, unbias2, options))
     moved_by(bucket.weights, keep, u)
 
 
@@ -211,11 +216,12 @@ def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> li
     return g
 
 
-def _denominators(bucket: Bucket, unbias2: list[Tensor], eps: float) -> list[Tensor]:
+def _denominators(bucket: Bucket, unbias2: list[Tensor], options: Options) -> list[Tensor]:
     """:math:`d` of each."""
-    d = list(torch._foreach_mul(bucket.moments[1], unbias2))
+    v = second_moments(bucket, (options.beta1, options.beta2))
+    d = list(torch._foreach_mul(v, unbias2))
     torch._foreach_sqrt_(d)
-    torch._foreach_add_(d, eps)
+    torch._foreach_add_(d, options.eps)
     return d
 
 
@@ -239,8 +245,8 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     passes = LayerwisePasses(
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants),
-        Pass(weights, 0, f"{loops}weights_kernel", constants),
-        Pass(weights, 0, f"{loops}waves_kernel", constants, in_waves=True),
+        Pass(weights, 0, f"{loops}weights_kernel", constants, writes=True),
+        Pass(weights, 0, f"{loops}waves_kernel", constants, writes=True, in_waves=True),
     )
     return passes, Pass(directions, rows)
 

@@ -6,8 +6,8 @@ pass is a function of multi-tensor calls. On CPUs it may have a compiled loop th
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steadygrad.numerics import square_sums, wide
+from steadygrad.numerics import exact, square_sums, wide
+from steadygrad.optim.codes import BLOCK, CODES, decode, encode, floors, least_ratio
 
 if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What else there is to know of moments that are codes; see :mod:`steadygrad.optim.codes`."""
+
+    exponents: tuple[list[Tensor], ...]  # of their scales, like the moments
+    rows: list[int]  # elements of a row of each parameter
+    seeds: Tensor  # random bits of the batch's parameters, `(2, tensors)`
 
 
 @dataclass(frozen=True)
@@ -31,9 +41,46 @@ class Bucket:
     grads: list[Tensor]  # local, in any floating type
     moments: tuple[list[Tensor], ...]  # local large states, all in one type
     inverse_scale: Tensor | None = None  # on every gradient that is read
+    codes: "Codes | None" = None  # None: the moments are numbers
     # The place of the only parameter, with shape `(1)`, where torch compiles the pass: it would
     # make code for each number.
     row: Tensor | None = None
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Type of sums over elements: the widest for codes, which a last digit may change."""
+        own = self.weights[0]
+        return wide(own.dtype) if self.codes is None else exact(own.device)
+
+    def decoded(self) -> "Bucket":
+        """This bucket with moments in float32, which are copies where they are codes."""
+        assert self.codes is not None
+        kinds = zip(self.moments, self.codes.exponents, CODES, strict=True)
+        moments = [
+            [decode(*one, code) for one in zip(own, exponents, self.codes.rows, strict=True)]
+            for own, exponents, code in kinds
+        ]
+        return replace(self, moments=tuple(moments))
+
+    def write(self, moments: Sequence[Sequence[Tensor]], taken: Tensor) -> None:
+        """Rounds moments to their codes, of parameters that take the step."""
+        assert self.codes is not None
+        ok, *columns = self.pick((taken, *self.codes.seeds), torch.int64)
+        seeds = [*zip(*columns, strict=True)]
+        kinds = zip(self.moments, self.codes.exponents, moments, CODES, strict=True)
+        for own, exponents, new, code in kinds:
+            given = zip(own, exponents, new, self.codes.rows, ok, seeds, strict=True)
+            for old, scale, numbers, row, is_taken, seed in given:
+                pair = encode(numbers, seed, row, code)
+                old.copy_(torch.where(is_taken, pair[0], old))
+                scale.copy_(torch.where(is_taken, pair[1].view_as(scale), scale))
+
+    def floors(self) -> list[Tensor]:
+        """Least second moments to go by; none where moments are numbers."""
+        if self.codes is None:
+            return []
+        given = zip(self.codes.exponents[1], self.weights, self.codes.rows, strict=True)
+        return [floors(exponents, weight.shape, row) for exponents, weight, row in given]
 
     def unscaled(self) -> list[Tensor]:
         """Gradients without their loss scale, in float32 at least; as they are if there is none."""
@@ -77,11 +124,14 @@ class Bucket:
         """This bucket of one parameter so that one code does for tensors of all shapes."""
         # A zero that stands for None takes no memory.
         grads = [g.contiguous() if 0 in g.stride() else g for g in self.grads]
-        tensors = [self.weights, grads, *self.moments]
-        if all(_is_plain(t) for some in tensors for t in some):
+        tensors, codes = [self.weights, grads, *self.moments], self.codes
+        # Rows of whole blocks are as good as rows of one.
+        has_rows = codes is not None and codes.rows[0] % BLOCK
+        if not has_rows and all(_is_plain(t) for some in tensors for t in some):
             tensors = [[_flat(t) for t in some] for some in tensors]
+            codes = replace(codes, rows=[BLOCK]) if codes else None
         weights, grads, *moments = tensors
-        return Bucket([0], weights, grads, tuple(moments), self.inverse_scale, row)
+        return Bucket([0], weights, grads, tuple(moments), self.inverse_scale, codes, row)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -109,7 +159,12 @@ class Pass:
     rows: int = 0  # sums that it leaves for each parameter
     loop: str = ""  # where the maker of its compiled loop is, "module:name"; empty: it has none
     constants: tuple[Any, ...] = ()  # what else the maker is given
+    writes: bool = False  # whether it moves moments that are codes
     in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
+
+    def __post_init__(self) -> None:
+        # Made once: torch compiles anew what it has not seen.
+        self._on_codes = partial(_on_codes, self.function, self.writes)
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.
@@ -123,14 +178,16 @@ class Pass:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
         if batch.table is not None:
-            return batch.table.run(self, by, options, batch.sum_dtype, batch.inverse_scale)
+            seeds = () if batch.seeds is None else batch.seeds
+            return batch.table.run(self, by, options, batch.sum_dtype, batch.inverse_scale, seeds)
         parts = []
         for bucket in batch.buckets:
+            work = self.function if bucket.codes is None else self._on_codes
             if batch.compiled:
                 (i,) = bucket.places
-                sums = _compiled(self.function)(bucket.for_compiler(batch.rows[i]), by, options)
+                sums = _compiled(work)(bucket.for_compiler(batch.rows[i]), by, options)
             else:
-                sums = self.function(bucket, by, options)
+                sums = work(bucket, by, options)
             parts.append((bucket.places, sums))
         return joined(batch.weights, parts, self.rows) if self.rows else None
 
@@ -138,6 +195,17 @@ class Pass:
         """The maker of its compiled loop."""
         module, _, name = self.loop.partition(":")
         return getattr(import_module(module), name)
+
+
+def _on_codes(
+    function: BucketPass, writes: bool, bucket: Bucket, by: Any, options: Any
+) -> Tensor | None:
+    """Calls a function, which takes numbers, for moments that are codes."""
+    numbers = bucket.decoded()
+    sums = function(numbers, by, options)
+    if writes:
+        bucket.write(numbers.moments, by[0])
+    return sums
 
 
 @cache
@@ -202,9 +270,50 @@ def average(
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, betas, taken)
     torch._foreach_mul_(m, decay1)
-    torch._foreach_add_(m, gradients, alpha=1 - betas[0])
     torch._foreach_mul_(v, decay2)
-    torch._foreach_addcmul_(v, gradients, gradients, value=1 - betas[1])
+    add_scaled(bucket, m, gradients, 1 - betas[0])
+    add_squares(bucket, v, gradients, 1 - betas[1])
+
+
+# For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
+# own calls may take a product and a sum in one.
+
+
+def add_scaled(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:
+    """Adds tensors, times a factor."""
+    if bucket.codes is None:
+        torch._foreach_add_(sums, more, alpha=factor)
+    else:
+        torch._foreach_add_(sums, torch._foreach_mul(more, factor))
+
+
+def add_squares(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:
+    """Adds squares of tensors, times a factor."""
+    if bucket.codes is None:
+        torch._foreach_addcmul_(sums, more, more, value=factor)
+    else:
+        squares = torch._foreach_mul(more, more)
+        torch._foreach_mul_(squares, factor)
+        torch._foreach_add_(sums, squares)
+
+
+def roots(bucket: Bucket, tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    """Square roots."""
+    if bucket.codes is None:
+        return list(torch._foreach_sqrt(tensors))
+    # Vectorised roots in float32 are off by a last digit now and then.
+    return [t.to(exact(t.device)).sqrt_().to(t.dtype) for t in tensors]
+
+
+def second_moments(bucket: Bucket, betas: tuple[float, float]) -> list[Tensor]:
+    """Second moments that a step goes by: not too small for the codes, or for the first ones."""
+    if bucket.codes is None:
+        return bucket.moments[1]
+    least = torch._foreach_mul(bucket.moments[0], bucket.moments[0])
+    torch._foreach_mul_(least, least_ratio(*betas))
+    torch._foreach_maximum_(least, bucket.floors())
+    torch._foreach_maximum_(least, bucket.moments[1])
+    return list(least)
 
 
 def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:
@@ -235,7 +344,7 @@ def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> Non
 
 
 def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
-    return square_sums(bucket.unscaled(), wide(bucket.weights[0].dtype))[None]
+    return square_sums(bucket.unscaled(), bucket.sum_dtype)[None]
 
 
 # Squared norms of gradients, by which a step is taken or not, in one row.

@@ -15,9 +15,10 @@ from steadygrad.optim import scaled_adam_rule as rule_of
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
+from steadygrad.optim.codes import EXPONENTS
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
-from steadygrad.optim.state import SKIPPED, STEP, StateField
+from steadygrad.optim.state import SKIPPED, STEP, StateField, scales_of
 
 RECIPES = ("zipformer", "stateless7")
 # Options of a group that the rule needs, in its order.
@@ -69,7 +70,7 @@ class ScaledAdam(ShardedOptimizer):
         clipping_update_period: Steps from one threshold to the next, and norms that it is from.
         recipe: ``"zipformer"``, the current rule, with its state in float32; or ``"stateless7"``,
             that of 2022, whose clipping acts on the sizes only.
-        master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
+        state_dtype, master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
     Raises:
         InputError: If an option is out of range or a parameter is complex or sparse.
@@ -85,8 +86,9 @@ class ScaledAdam(ShardedOptimizer):
     _load_remedy = "load_icefall_state_dict for icefall's, load_state_dict for this one's"
     _fields: Mapping[str, StateField] = {
         "step": STEP,
-        "exp_avg_sq": StateField(elementwise=True, low=0.0),
         "delta": StateField(elementwise=True),
+        "exp_avg_sq": StateField(elementwise=True, low=0.0),
+        **scales_of("delta", "exp_avg_sq"),
         **SIZES,
         "skipped": SKIPPED,
         **CLIPPING,
@@ -108,6 +110,7 @@ class ScaledAdam(ShardedOptimizer):
         clipping_scale: float | None = None,
         clipping_update_period: int = 100,
         recipe: str = "zipformer",
+        state_dtype: str = "float32",
         master_weights: bool | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -154,7 +157,12 @@ class ScaledAdam(ShardedOptimizer):
         """
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups, self._fields)
-        states = {i: own["state"][i] | state for i, state in enumerate(found)}
+        # Without the scales of moments that are numbers now.
+        states = {
+            i: {k: v for k, v in own["state"][i].items() if k.removesuffix(EXPONENTS) not in state}
+            | state
+            for i, state in enumerate(found)
+        }
         self.load_state_dict({**own, "state": states})
         # icefall's clipping goes by the steps of a parameter.
         for group in self.param_groups:

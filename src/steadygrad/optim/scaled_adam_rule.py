@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import inner_products, may_hold, square_sums, wide
-from steadygrad.optim.passes import Bucket, Pass, decays_of
+from steadygrad.numerics import inner_products, may_hold, square_sums
+from steadygrad.optim.passes import Bucket, Pass, add_squares, decays_of, roots
 
 # The second moment is corrected until its correction is this close to one.
 CORRECTED_BELOW = 0.99
@@ -195,7 +195,7 @@ def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor
 
 
 def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
-    dtype, grads = wide(bucket.weights[0].dtype), bucket.unscaled()
+    dtype, grads = bucket.sum_dtype, bucket.unscaled()
     squares = square_sums(grads, dtype)
     if not may_hold(by[0]):
         return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
@@ -204,26 +204,30 @@ def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
 
 
 def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
-    dtype = wide(bucket.weights[0].dtype)
-    products = inner_products(bucket.weights, bucket.unscaled(), dtype)[None]
-    v, delta = bucket.moments
+    products = inner_products(bucket.weights, bucket.unscaled(), bucket.sum_dtype)[None]
+    delta, v = bucket.moments
     dtype = v[0].dtype
-    taken, clip, unbias, factor, moves = bucket.pick((*by[:4], by.taken.to(dtype)), dtype)
+    # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
+    # part and of the weight's.
+    root = by.second_moment.sqrt()
+    along_g = by.gradient / root * (1 - options.beta1)
+    along_p = by.weight * (1 - options.beta1)
+    factors = (by.taken, by.clip, options.eps / root, along_g, by.taken.to(dtype))
+    taken, clip, eps, factor, moves = bucket.pick(factors, dtype)
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)
     g = bucket.sanitized(taken, dtype)
     torch._foreach_mul_(g, clip)
     torch._foreach_mul_(v, decay2)
-    torch._foreach_addcmul_(v, g, g, value=1 - options.beta2)
-    d = list(torch._foreach_mul(v, unbias))
-    torch._foreach_sqrt_(d)
-    torch._foreach_add_(d, options.eps)
+    add_squares(bucket, v, g, 1 - options.beta2)
+    d = roots(bucket, v if bucket.codes is None else torch._foreach_maximum(v, bucket.floors()))
+    torch._foreach_add_(d, eps)
     torch._foreach_div_(g, d)
     del d  # Two temporaries at a time, no more.
     torch._foreach_mul_(g, factor)
-    _add_size_step(g, bucket, by.weight, dtype)
+    _add_size_step(g, bucket, along_p, dtype)
     torch._foreach_mul_(delta, decay1)
-    torch._foreach_add_(delta, g, alpha=1 - options.beta1)
+    torch._foreach_add_(delta, g)
     del g
     if options.before < torch.inf:
         _bound_(bucket.weights, taken, options.before)
@@ -241,7 +245,10 @@ def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: t
     # for the outcome to have the state's type.
     zero = torch.zeros(1, dtype=dtype, device=weight.device)
     own = [torch.where(c, p, zero).view_as(p) for c, p in zip(used, bucket.weights, strict=True)]
-    torch._foreach_addcmul_(moves, own, factors)
+    if bucket.codes is None:
+        torch._foreach_addcmul_(moves, own, factors)
+    else:
+        torch._foreach_add_(moves, torch._foreach_mul(own, factors))
 
 
 def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
@@ -255,4 +262,4 @@ _LOOPS = "steadygrad.optim.loops.scaled_adam:"
 sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel")
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
 # :math:`p \cdot g` with the weights before the update.
-update = Pass(_update, 1, f"{_LOOPS}update_kernel")
+update = Pass(_update, 1, f"{_LOOPS}update_kernel", writes=True)

@@ -7,7 +7,7 @@ would lose what it is there for.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,21 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError, shown
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, check_names, check_options, check_parameter
-from steadygrad.shards import is_on_mesh_of, is_sharded, local, shared_out
+from steadygrad.optim.codes import (
+    EXPONENTS,
+    FIRST,
+    HIGH,
+    LOW,
+    SECOND,
+    decode,
+    encode,
+    first_element,
+    is_coded,
+    row_of,
+    seeds_at,
+    shape_of,
+)
+from steadygrad.shards import as_shard, is_on_mesh_of, is_sharded, local, shared_out
 
 Options = Mapping[str, Any]
 
@@ -43,11 +57,14 @@ class StateField:
     initial: float = 0.0
     shared: bool = False  # exists once a group and device, seen from every parameter of it
     sized_only: bool = False  # only parameters of more than one element have it
+    scales: str = ""  # the state in eight bits whose blocks' scales it has
 
     def shape(self, parameter: Tensor, group: Options) -> tuple[int, ...]:
         """Shape of the state, for a parameter in a group with some options."""
         if self.elementwise:
             return tuple(parameter.shape)
+        if self.scales:
+            return shape_of(parameter)
         return (group[self.length],) if self.length else ()
 
 
@@ -60,6 +77,12 @@ ADAM_FIELDS = {
     "exp_avg_sq": StateField(elementwise=True, low=0.0),
     "skipped": SKIPPED,
 }
+
+
+def scales_of(*moments: str) -> dict[str, StateField]:
+    """States for the scales of moments that may be kept in eight bits."""
+    scale = StateField(dtype=torch.uint8, low=LOW, high=HIGH, initial=LOW)
+    return {name + EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
 def ensure_master(parameter: Tensor, state: dict[str, Any], group: Options) -> None:
@@ -131,6 +154,9 @@ class TypeKeepingOptimizer(Optimizer):
             _check_order(*(_all_names(some) for some in (self.param_groups, groups)))
             # torch itself refuses other numbers of groups and parameters.
             for own, group in zip(self.param_groups, groups, strict=False):
+                if "state_dtype" in own:
+                    # How states are kept is this optimizer's own affair.
+                    group["state_dtype"] = own["state_dtype"]
                 self._check_group(group)
                 for p, key in zip(own["params"], group["params"], strict=False):
                     state = rest.pop(key, {}).items()
@@ -196,12 +222,39 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             if field.shared is shared and not (field.sized_only and parameter.numel() == 1):
                 dtype, device = self._dtype_of(name, parameter, group), parameter.device
                 shape = field.shape(parameter, group)
-                found[name] = (
-                    torch.zeros_like(parameter, dtype=dtype)
-                    if field.elementwise
-                    else torch.full(shape, field.initial, dtype=dtype, device=device)
-                )
+                if field.elementwise:
+                    coded = name + EXPONENTS in self._fields and is_coded(parameter, group)
+                    dtype = torch.uint8 if coded else dtype
+                    found[name] = torch.zeros_like(parameter, dtype=dtype)
+                elif not field.scales:
+                    found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
+                elif is_coded(parameter, group):
+                    own = len(local(parameter)), shape[1]
+                    scales = torch.full(own, LOW, dtype=dtype, device=device)
+                    found[name] = as_shard(scales, parameter, shape)
         return found
+
+    def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
+        """Makes codes of moments or numbers of codes, as the options and the parameter ask for."""
+        is_wanted = is_coded(parameter, group)
+        for name, field in self._fields.items():
+            if not field.scales or (name in state) is is_wanted:
+                continue
+            moment, row = state[field.scales], row_of(parameter)
+            code = SECOND if self._field(field.scales).low == 0.0 else FIRST
+            if is_wanted:
+                moment = shared_out(moment.to(parameter.device, torch.float32), parameter)
+                place = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                seed = seeds_at(place, place, place + first_element(parameter)).squeeze(1)
+                codes, exponents = encode(local(moment), seed, row, code)
+                exponents = exponents.view(-1, shape_of(parameter)[1])
+                state[name] = as_shard(exponents, parameter, shape_of(parameter))
+                found = codes
+            else:
+                found = decode(local(moment), local(state.pop(name)), row, code)
+            # In memory of its own, laid out as before: loops take no other.
+            part = torch.empty_like(local(moment), dtype=found.dtype).copy_(found)
+            state[field.scales] = as_shard(part, moment, moment.shape)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -216,6 +269,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                     exact(p.device)  # Found out now, because a compiler would trace the attempt.
                     state.update(self._new_state(p, group, shared=False))
                 ensure_master(p, state, group)
+                self._bring_into_form(p, group, state)
                 for name, value in state.items():
                     # ZeroRedundancyOptimizer puts what it loads on the host.
                     if value.device != p.device and not value.ndim:
@@ -259,30 +313,45 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
         # To the type it is kept in, should it have been saved in another.
-        dtype = self._dtype_of(name, parameter, group)
+        dtype, field = self._dtype_of(name, parameter, group), self._field(name)
+        if name + EXPONENTS in self._fields and is_coded(parameter, group):
+            dtype = torch.uint8
         value = value.detach().to(parameter.device, dtype, copy=True)
-        return shared_out(value, parameter) if self._field(name).elementwise else value
+        return shared_out(value, parameter) if field.elementwise or field.scales else value
 
     def _check_state(self, parameter: Tensor, group: Options, state: dict[str, Any]) -> None:
-        expected = {*self.state[parameter]} - {MASTER}
+        scales = {name for name, field in self._fields.items() if field.scales}
+        expected = {*self.state[parameter]} - {MASTER, *scales}
         if missing := expected - {*state}:
             raise InputError(
                 f"Expected a `state_dict` of {type(self).__name__}, with {sorted(missing)}. Found "
                 f"{sorted(state)}. Remedy: {self._load_remedy}."
             )
-        for name in (expected | {MASTER}) & {*state}:
+        for name in (expected | {MASTER, *scales}) & {*state}:
             field, value = self._field(name), state[name]
             whose = "the parameter's " if field.elementwise else ""
             _check_shape(name, value, field.shape(parameter, group), whose)
-            # In the type that it is kept in, a larger number would be infinite.
-            most = torch.finfo(self._dtype_of(name, parameter, group)).max
-            high = field.high if math.isinf(field.high) else most
-            _check_values(name, value, max(field.low, -most), high)
-            if is_sharded(value) and not (field.elementwise and is_on_mesh_of(value, parameter)):
+            # Codes without scales, or scales of numbers, would be taken for what they are not.
+            if name + EXPONENTS in self._fields or field.scales:
+                is_code = name in scales or name + EXPONENTS in state
+                if is_code is not (value.dtype is torch.uint8):
+                    kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
+                    raise _damaged(name, f"of {kind}", f"{value.dtype}")
+            low, high = field.low, field.high
+            if name + EXPONENTS in state:
+                low, high = 0.0, 255.0
+            elif not field.scales:
+                # In the type that it is kept in, a larger number would be infinite.
+                most = torch.finfo(self._dtype_of(name, parameter, group)).max
+                low, high = max(low, -most), high if math.isinf(high) else most
+            _check_values(name, value, low, high)
+            is_shared_out = field.elementwise or field.scales
+            if is_sharded(value) and not (is_shared_out and is_on_mesh_of(value, parameter)):
                 raise InputError(
                     f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
                     f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor()."
                 )
+        self._bring_into_form(parameter, group, state)
 
 
 def names_of(group: Options) -> Sequence[str]:

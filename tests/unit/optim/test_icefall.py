@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.optim import Eden, ScaledAdam
+from steadygrad.optim import Eden, ScaledAdam, codes
 from tests.golden.trajectories import HERE, Trajectory
 from tests.reference.schedules import icefall_eden
 
@@ -57,6 +57,20 @@ def test_every_part_of_the_stacks_arrives(recipe):
     for p, q in zip(parameters.values(), fresh.param_groups[0]["params"], strict=True):
         types = {name: t.dtype for name, t in fresh.state[q].items()}
         assert {name: t.dtype for name, t in optimizer.state[p].items()} == types
+
+
+def test_moments_may_become_codes(monkeypatch):
+    monkeypatch.setattr(codes, "LEAST", 1)
+    monkeypatch.setattr(codes, "SHORTEST", 2)
+    golden, saved, parameters = start("zipformer")
+    kwargs = golden.config["kwargs"] | {"state_dtype": "8bit"}
+    optimizer = ScaledAdam(parameters.values(), **kwargs)
+    optimizer.load_icefall_state_dict(saved)
+    state, stack = optimizer.state[parameters["w2"]], saved["state"][1]
+    row = codes.row_of(parameters["w2"])
+    found = codes.decode(state["delta"], state["delta_exponents"], row, codes.FIRST)
+    torch.testing.assert_close(found, stack["delta"][1], rtol=0.125, atol=1e-4)
+    assert state["step"] == 24
 
 
 def change(optimizer):

@@ -1,11 +1,12 @@
-"""16-bit numbers are read and rounded as torch does it, every one of them."""
+"""16-bit numbers, and 8-bit codes, are read and rounded as torch does it, every one of them."""
 
 import numpy as np
 import pytest
 import torch
 from numba import njit
 
-from steadygrad.optim.loops import numbers
+from steadygrad.optim.codes import BLOCK, CODES, FIRST, HIGH, LOW, decode, encode
+from steadygrad.optim.loops import codes, numbers
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 kinds = pytest.mark.parametrize(("dtype", "bits"), KINDS.items(), ids=map(str, KINDS))
@@ -55,3 +56,49 @@ def test_numbers_are_rounded_to_the_nearest(dtype, bits):
     found = np.zeros(len(given), bits)
     narrow_all(given.numpy(), found)
     assert_same_numbers(torch.from_numpy(found.view(np.int16)).view(dtype), given.to(dtype))
+
+
+def loop_over(function):
+    @njit(fastmath=numbers.FAST, error_model="numpy")
+    def work(given, by, found):
+        for i in range(len(given)):
+            found[i] = function(given[i], by[i])
+
+    return work
+
+
+def loop_with_bits(function):
+    @njit(fastmath=numbers.FAST, error_model="numpy")
+    def work(given, by, bits, found):
+        for i in range(len(given)):
+            found[i] = function(given[i], by[i], bits[i])
+
+    return work
+
+
+SLOPE = 0x5E3779B1
+
+
+def as_powers(exponents):
+    return (exponents.int() << 23).view(torch.float32).repeat_interleave(BLOCK)
+
+
+@pytest.mark.parametrize("code", CODES, ids=["first", "second"])
+def test_every_code_is_read_and_every_number_coded(code):
+    exponents = torch.arange(LOW, HIGH + 1, dtype=torch.uint8)
+    given = torch.arange(BLOCK, dtype=torch.uint8).repeat(len(exponents))
+    expected, found = decode(given, exponents, BLOCK, code), np.zeros(len(given), np.float32)
+    of, to = (codes.first_of, codes.first_code), (codes.second_of, codes.second_code)
+    read, write = of if code is FIRST else to
+    loop_over(read)(given.numpy(), as_powers(exponents).numpy(), found)
+    assert_same_numbers(torch.from_numpy(found), expected)
+    # Of numbers of all sizes within the scales, and none.
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.randn(len(given), generator=draw) * expected.abs().roll(77)
+    drawn[::5] = 0
+    drawn = drawn if code is FIRST else drawn.abs()
+    coded, exponents = encode(drawn, torch.tensor([5, SLOPE]), BLOCK, code)
+    bits = (torch.arange(len(drawn)) * SLOPE + 5).int().numpy().view(np.uint32)
+    inverse, own = as_powers(HIGH + 1 - exponents.int()).numpy(), np.zeros(len(drawn), np.uint8)
+    loop_with_bits(write)(drawn.numpy(), inverse, bits, own)
+    assert torch.equal(torch.from_numpy(own), coded)

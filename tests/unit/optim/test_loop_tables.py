@@ -8,15 +8,16 @@ import torch
 
 from steadygrad.optim.layerwise_rule import LANS_PASSES
 from steadygrad.optim.loops.numbers import (
+    BLOCK,
     GRAD,
     PARAM,
     STATES,
     WEIGHT,
     arrays_at,
     block_of,
+    kinds_of,
     state_at,
     take_turn,
-    types_of,
 )
 from steadygrad.optim.loops.runtime import CHUNK, Table
 from steadygrad.optim.passes import Pass
@@ -28,10 +29,11 @@ SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 7]
 def test_every_element_is_in_one_chunk():
     table = Table(SIZES, FLOATS, 2)
     assert table.elements == sum(SIZES)
+    assert (table.chunks[:, 5] == BLOCK).all()
     for tensor, size in enumerate(SIZES):
         own = table.chunks[table.chunks[:, 0] == tensor]
         covered = np.concatenate([np.arange(start, start + n) for _, start, n, *_ in own])
-        assert (own[:, 3:] == [table.firsts[tensor], table.firsts[tensor] + len(own)]).all()
+        assert (own[:, 3:5] == [table.firsts[tensor], table.firsts[tensor] + len(own)]).all()
         assert np.array_equal(covered, np.arange(size))
         assert own[:, 2].max() <= CHUNK
         assert table.chunks[table.firsts[tensor], 0] == tensor
@@ -39,7 +41,8 @@ def test_every_element_is_in_one_chunk():
 
 def test_starts_beyond_two_to_the_31():
     table = Table([3 * 2**31], FLOATS, 1)
-    assert table.chunks[-1].tolist() == [0, 3 * 2**31 - CHUNK, CHUNK, 0, 3 * 2**31 // CHUNK]
+    last = [0, 3 * 2**31 - CHUNK, CHUNK, 0, 3 * 2**31 // CHUNK, BLOCK]
+    assert table.chunks[-1].tolist() == last
     assert table.chunks.dtype == np.int64
 
 
@@ -62,7 +65,7 @@ def table_of(tensors):
 
 def sums_of(table):
     return LANS_PASSES.grad_sq_norms(
-        SimpleNamespace(table=table, sum_dtype=torch.float64, inverse_scale=None)
+        SimpleNamespace(table=table, sum_dtype=torch.float64, inverse_scale=None, seeds=None)
     )[0]
 
 
@@ -116,7 +119,7 @@ def test_any_number_of_large_states(states):
         return (0.0,)
 
     def make(*types):
-        types = types_of(*types)
+        types = kinds_of(*types)
 
         def kernel(data):
             take_turn(block, data, 0, (0, 0), types, True)

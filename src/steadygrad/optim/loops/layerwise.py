@@ -4,27 +4,44 @@ import math
 from inspect import getsource
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
+from steadygrad.optim.codes import BLOCK as CODES
 from steadygrad.optim.layerwise_rule import Coefficients, Factors, Options, lengths, trust_ratio
+from steadygrad.optim.loops.codes import (
+    averaged,
+    bits_of,
+    first_number,
+    least_ratio_of,
+    place_of,
+    product,
+    put,
+    room,
+    scales_of,
+    second_number,
+    used,
+    write,
+)
 from steadygrad.optim.loops.numbers import (
     BARRIER,
-    BLOCK,
+    ROW,
+    SEEDS,
     TURNS,
     arguments,
     arrays_at,
     block_of,
     call,
     chunk_of,
+    is_code,
+    kinds_of,
     narrow,
     round_masters,
     source_of,
     state_at,
     sync_masters,
     take_turn,
-    types_of,
-    unscaled,
     widen,
 )
 
@@ -37,93 +54,116 @@ lengths_of = njit(error_model="numpy")(lengths)
 
 
 @block_of
-def move_moments(
-    args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any
-) -> Any:
-    """Moves the moments; squared norms of weights and directions, of which LANS has two."""
-    state, inverse_scale, has_two = types[2], types[4](given[-1]), types[6]
-    g, x, p = arrays_at(args, row, first, size, types)
-    m, v = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
+def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
+    """Squared norms of weights and of directions, of which LANS has two; nothing moves."""
+    state, inverse_scale, has_two = types.state, types.number(given[-1]), types.has_two
     beta1, rest1 = state(given[0]), state(1 - given[0])
     beta2, rest2 = state(given[1]), state(1 - given[1])
     eps, decay, bound = state(given[2]), state(given[3]), state(given[4])
     scale, unbias1, unbias2 = state(by[1]), state(by[2]), state(by[3])
+    least = state(least_ratio_of(given[0], given[1]))
     part_x, part_m, part_g = state(0), state(0), state(0)
-    sync_masters(x, p, size)
-    for i in range(size):
-        slope = state(unscaled(widen(g[i]), inverse_scale)) * scale
-        if has_two:
-            slope = min(max(slope, -bound), bound)
-        m[i] = beta1 * m[i] + rest1 * slope
-        v[i] = beta2 * v[i] + rest2 * (slope * slope)
-        here, d = state(widen(x[i])), math.sqrt(v[i] * unbias2) + eps
-        part_x += here * here
-        if has_two:
-            over = state(1) / d
-            u_m = m[i] * unbias1 * over + decay * here
-            u_g = slope * over + decay * here
-            part_g += u_g * u_g
-        else:
-            u_m = m[i] * unbias1 / d + decay * here
-        part_m += u_m * u_m
+    start, (column, place) = first, place_of(row, first)
+    while start < first + size:
+        n = min(CODES, row[ROW] - column, first + size - start)
+        g, x, p = arrays_at(args, row, start, n, types)
+        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
+        by_m, by_v = scales_of(row, place, q)
+        sync_masters(x, p, n)
+        for i in range(n):
+            slope = product(state(product(widen(g[i]), inverse_scale)), scale)
+            if has_two:
+                slope = min(max(slope, -bound), bound)
+            m = averaged(first_number(q[i], by_m), slope, beta1, rest1)
+            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
+            here, d = state(widen(x[i])), math.sqrt(used(v, m * m * least, by_v, q[i]) * unbias2)
+            over = state(1) / (d + eps)
+            u_m = m * unbias1 * over + decay * here
+            if has_two:
+                u_g = slope * over + decay * here
+                part_g += u_g * u_g
+            part_x += here * here
+            part_m += u_m * u_m
+        start, place = start + n, place + 1
+        column = 0 if column + n == row[ROW] else column + n
     return part_x, part_m, part_g
 
 
 @block_of
-def move_weights(
-    args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any
-) -> Any:
-    """Moves the weights, and the parameters that are their roundings."""
-    state, exact, inverse_scale, has_two = types[2], types[5], types[4](given[-1]), types[6]
-    g, x, p = arrays_at(args, row, first, size, types)
-    m, v = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
-    eps, bound = state(given[2]), state(given[4])
+def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
+    """Moves the moments, and by them the weights and the parameters that are their roundings."""
+    state, exact, has_two = types.state, types.exact, types.has_two
+    inverse_scale = types.number(given[-1])
+    beta1, rest1 = state(given[0]), state(1 - given[0])
+    beta2, rest2 = state(given[1]), state(1 - given[1])
+    eps, bound, least = state(given[2]), state(given[4]), state(least_ratio_of(given[0], given[1]))
     scale, unbias2, along_m, along_g = state(by[1]), state(by[2]), state(by[3]), state(by[4])
-    keep = exact(by[5])
-    for i in range(size):
-        step = along_m * m[i]
-        if has_two:
-            slope = state(unscaled(widen(g[i]), inverse_scale)) * scale
-            step = along_g * min(max(slope, -bound), bound) + step
-        moved = keep * exact(widen(x[i])) - step / (math.sqrt(v[i] * unbias2) + eps)
-        x[i] = narrow(moved, x[i])
-    round_masters(x, p, size)
+    keep, new, moved = exact(by[5]), (room(state), room(state)), room(exact)
+    start, (column, place) = first, place_of(row, first)
+    while start < first + size:
+        n = min(CODES, row[ROW] - column, first + size - start)
+        g, x, p = arrays_at(args, row, start, n, types)
+        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
+        by_m, by_v = scales_of(row, place, q)
+        top_m, top_v = np.uint32(0), np.uint32(0)
+        for i in range(n):
+            slope = product(state(product(widen(g[i]), inverse_scale)), scale)
+            if has_two:
+                slope = min(max(slope, -bound), bound)
+            m = averaged(first_number(q[i], by_m), slope, beta1, rest1)
+            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
+            put(m, i, q, new[0])
+            put(v, i, w, new[1])
+            top_m, top_v = max(top_m, bits_of(abs(m), q[i])), max(top_v, bits_of(v, q[i]))
+            d = math.sqrt(used(v, m * m * least, by_v, q[i]) * unbias2) + eps
+            step = along_m * m
+            if has_two:
+                step = along_g * slope + step
+            moved[i] = keep * exact(widen(x[i])) - step / d
+        for i in range(n):
+            x[i] = narrow(moved[i], x[i])
+        round_masters(x, p, n)
+        write(row, start, place, by, (top_m, top_v), new, q, w)
+        start, place = start + n, place + 1
+        column = 0 if column + n == row[ROW] else column + n
     return (state(0),)
 
 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
-    """The loop that moves the moments."""
-    source, types = SOURCE, (*types_of(grad, weight, state, param), has_two)
+    """The loop that looks where the moments will be."""
+    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS
 
     def kernel(data: Any) -> None:
-        take_turn(move_moments, data, 0, (FACTORS, OPTIONS + 0 * source), types, False)
+        take_turn(directions, data, 0 * source, counts, types, False)
 
     return kernel
 
 
 def weights_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
-    """The loop that moves the weights."""
-    source, types = SOURCE, (*types_of(grad, weight, state, param), has_two)
+    """The loop that moves moments and weights."""
+    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
+    counts = COEFFICIENTS + SEEDS * is_code(state), OPTIONS
 
     def kernel(data: Any) -> None:
-        take_turn(move_weights, data, 0, (COEFFICIENTS, OPTIONS + 0 * source), types, False)
+        take_turn(move, data, 0 * source, counts, types, False)
 
     return kernel
 
 
 def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
-    """Moves the moments and the weights of a few tensors, then of the next.
+    """Both, over a few tensors and then over the next.
 
     What the first pass over a wave has read is still in the caches in the second.
     """
-    source, types = SOURCE, (*types_of(grad, weight, state, param), has_two)
+    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS
 
     def kernel(data: Any) -> None:
-        counts = (FACTORS, OPTIONS + 0 * source)
         args, table, sums, factors, given = arguments(data, counts[0], counts[1])
-        exact = types[5]
-        for turn in range(0, args[TURNS], 2):
-            take_turn(move_moments, data, turn, counts, types, False)
+        exact = types.exact
+        for turn in range(0 * source, args[TURNS], 2):
+            take_turn(directions, data, turn, counts, types, False)
             if args[BARRIER] != 0:
                 call(args[BARRIER])
             while True:
@@ -137,7 +177,7 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
                 along_m, along_g, keep = lengths_of(
                     exact(x),
                     exact(m),
-                    exact(g) if has_two else None,
+                    exact(g) if types.has_two else None,
                     True,
                     exact(given[5]),
                     exact(given[0]),
@@ -147,10 +187,19 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
                     exact(given[7]),
                     given[8] != 0.0,
                 )
-                found = (1.0, by[1], by[3], along_m * by[2], float(along_g), float(keep))
+                found = (
+                    1.0,
+                    by[1],
+                    by[3],
+                    along_m * by[2],
+                    float(along_g),
+                    float(keep),
+                    by[-2],
+                    by[-1],
+                )
                 row, stop = table[chunk[0]], chunk[1] + chunk[2]
-                for first in range(chunk[1], stop, BLOCK):
-                    size = min(BLOCK, stop - first)
-                    move_weights(args, row, first, size, found, given, types)
+                for start in range(chunk[1], stop, chunk[5]):
+                    size = min(chunk[5], stop - start)
+                    move(args, row, start, size, found, given, types)
 
     return kernel

@@ -6,7 +6,7 @@ Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -23,13 +23,14 @@ BLOCK = 4096
 # Sums that a pass may leave for each chunk.
 MOST_SUMS = 3
 # Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
-GRAD, PARAM, WEIGHT, STATES = 0, 1, 2, 3
+# ROW is a number: elements of a row.
+GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
 COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
 STOPS = 1  # address of the chunk after the last of each turn
 TURNS = 2  # number of turns
-CHUNK_TABLE = 3  # address of rows of tensor, first element, length, and the tensor's chunks
+CHUNK_TABLE = 3  # address of rows of tensor, first element, length, the tensor's chunks, a piece
 TENSORS = 4  # number of tensors
 ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
 FIELDS = 6  # length of such a row
@@ -41,7 +42,7 @@ ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
 BARRIER = 12  # address of the function in which threads wait for each other; zero: there is one
 PLACES = 13
 # Bytes of a line of the cache, and of a row of the table of chunks.
-LINE, ROW = 64, 40
+LINE, CHUNK_ROW = 64, 48
 
 
 def source_of(*fields: tuple[str, ...]) -> int:
@@ -50,7 +51,9 @@ def source_of(*fields: tuple[str, ...]) -> int:
     Numba's cache checks a function's own file only. Kernels hold on to this number, so that they
     are compiled anew when anything else that they are made of has changed.
     """
-    return crc32(Path(__file__).read_bytes() + repr(fields).encode())
+    here = Path(__file__)
+    files = here, here.with_name("codes.py"), here.parents[1] / "codes.py"
+    return crc32(b"".join(map(Path.read_bytes, files)) + repr(fields).encode())
 
 
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
@@ -59,10 +62,35 @@ FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 INT64 = ir.IntType(64)
 
 
-def types_of(grad: Any, weight: Any, state: Any, param: Any) -> tuple[Any, ...]:
-    """Types of gradients, weights, states and parameters, and those to compute the first two in."""
-    wide = [np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight)]
-    return grad, weight, state, param, *wide
+# Factors that follow where states are codes: what random bits start with, and their slope.
+SEEDS = 2
+
+
+def is_code(state: Any) -> bool:
+    """Whether states are kept in eight bits."""
+    return state is np.uint8
+
+
+class Kinds(NamedTuple):
+    """Types that a loop is made for."""
+
+    grad: Any
+    weight: Any
+    kept: Any  # of states as they lie in memory
+    param: Any
+    state: Any  # to compute states in
+    number: Any  # gradients
+    exact: Any  # weights
+    total: Any  # first sums: float64 for codes, which a last digit may change
+    has_two: bool
+
+
+def kinds_of(grad: Any, weight: Any, state: Any, param: Any, has_two: bool = False) -> Kinds:
+    """The types, from those of gradients, weights, states and parameters as they lie in memory."""
+    number, exact = (np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight))
+    if is_code(state):
+        return Kinds(grad, weight, state, param, np.float32, number, exact, np.float64, has_two)
+    return Kinds(grad, weight, state, param, state, number, exact, exact, has_two)
 
 
 def compiled(function: Callable[[Any], None], cache: bool) -> Any:
@@ -148,7 +176,7 @@ def chunk_of(args: Any, turn: Any, table: Any, factors: Any, of_gradients: Any) 
     stop = array_at(args[STOPS], turn + 1, np.int64)[turn]
     while True:
         place = fetch_next(args[COUNTERS] + turn * LINE)
-        row = array_at(args[CHUNK_TABLE] + place * ROW, 5, np.int64)
+        row = array_at(args[CHUNK_TABLE] + place * CHUNK_ROW, 6, np.int64)
         if place >= stop:
             return np.int64(-1), row
         there = of_gradients and table[row[0], GRAD] != 0
@@ -167,10 +195,9 @@ def take_turn(block: Any, data: Any, turn: Any, counts: Any, types: Any, of_grad
         place, chunk = chunk_of(args, turn, table, factors, of_gradients)
         if place < 0:
             return
-        for first in range(chunk[1], chunk[1] + chunk[2], BLOCK):
-            size = min(BLOCK, chunk[1] + chunk[2] - first)
-            by = factors[:, chunk[0]]
-            parts = block(args, table[chunk[0]], first, size, by, given, types)
+        row, by, stop = table[chunk[0]], factors[:, chunk[0]], chunk[1] + chunk[2]
+        for first in range(chunk[1], stop, chunk[5]):
+            parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
             for i in range(len(parts)):
                 sums[place, i] += np.float64(parts[i])
 
@@ -180,16 +207,16 @@ def arrays_at(args: Any, row: Any, first: Any, size: Any, types: Any) -> Any:
     """A block of a tensor's gradient, zeros if it has none, its weight and parameter."""
     found, start = (row[GRAD], first) if row[GRAD] != 0 else (args[ZEROS], 0)
     return (
-        block_at(found, start, size, types[0]),
-        block_at(row[WEIGHT], first, size, types[1]),
-        block_at(row[PARAM], first, size, types[3]),
+        block_at(found, start, size, types.grad),
+        block_at(row[WEIGHT], first, size, types.weight),
+        block_at(row[PARAM], first, size, types.param),
     )
 
 
 @block_of
 def state_at(row: Any, number: Any, first: Any, size: Any, types: Any) -> Any:
     """A block of one of a tensor's large states."""
-    return block_at(row[STATES + number], first, size, types[2])
+    return block_at(row[STATES + number], first, size, types.kept)
 
 
 # The arithmetic of rules, on numbers.
@@ -312,7 +339,8 @@ def _round_masters(master: Any, parameter: Any, size: Any) -> Any:
 def squares(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Squared norm of a block of a gradient."""
     g, _x, _p = arrays_at(args, row, first, size, types)
-    exact, part, inverse_scale = types[5], types[5](0), types[4](given[-1])
+    exact, inverse_scale = types.total, types.number(given[-1])
+    part = exact(0)
     for i in range(size):
         x = exact(widen(g[i]) * inverse_scale)
         part += x * x
@@ -321,7 +349,7 @@ def squares(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, typ
 
 def grad_kernel(*types: Any) -> Callable[[Any], None]:
     """Squared norms of gradients."""
-    types = types_of(*types)
+    types = kinds_of(*types)
 
     def kernel(data: Any) -> None:
         take_turn(squares, data, 0, (0, 0), types, True)

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad._checks import InputError
+from steadygrad.optim import codes
 from steadygrad.optim.loops import ALL, BROKEN, Types, numbers, was_forked
-from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, STATES, WEIGHT
+from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
 from steadygrad.optim.passes import Pass, addresses_of
 
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
@@ -37,23 +38,29 @@ CHUNK = 65536
 WAVE = 2**19
 # Elements below which waking a second thread costs more than it saves.
 _SMALL = 32768
-_ZEROS = np.zeros(numbers.BLOCK)
 
 
 class Table:
     """Addresses and chunks of a batch's tensors, in the host's memory."""
 
-    def __init__(self, sizes: Sequence[int], types: Types, states: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], types: Types, states: int, rows: Sequence[int] = ()
+    ) -> None:
         self.types, self.lengths = types, np.asarray(sizes, np.int64)
         self.elements = int(self.lengths.sum())
-        counts = np.maximum(1, -(-self.lengths // CHUNK))
+        # A tensor without codes is one row.
+        lines = np.array(rows or [2**40] * len(sizes), np.int64)
+        pieces = np.array([_piece(row) for row in lines.tolist()], np.int64)
+        lengths = CHUNK // pieces * pieces
+        lengths = np.maximum(lengths, pieces)
+        counts = np.maximum(1, -(-self.lengths // lengths))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         # Chunks of each tensor.
         lasts = np.cumsum(counts)
         self.firsts = lasts - counts
-        starts = (np.arange(len(tensors)) - self.firsts[tensors]) * CHUNK
-        parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
-        columns = [tensors, starts, parts, self.firsts[tensors], lasts[tensors]]
+        starts = (np.arange(len(tensors)) - self.firsts[tensors]) * lengths[tensors]
+        parts = np.minimum(lengths[tensors], self.lengths[tensors] - starts)
+        columns = [tensors, starts, parts, self.firsts[tensors], lasts[tensors], pieces[tensors]]
         # See `numbers.CHUNK_TABLE`.
         self.chunks = np.ascontiguousarray(np.stack(columns, axis=1))
         # The first chunk of each turn and the one after its last; in waves there are two of each.
@@ -61,6 +68,7 @@ class Table:
         self.turns = (_turns(np.zeros(1), lasts[-1:]), _turns(np.append([0, 0], ends[:-2]), ends))
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
+        self.addresses[:, ROW] = lines
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
         self.args = np.zeros(numbers.PLACES, np.int64)
         self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(tensors), len(sizes)
@@ -68,7 +76,8 @@ class Table:
         self.args[numbers.ADDRESSES] = self.addresses.ctypes.data
         self.args[numbers.FIELDS] = self.addresses.shape[1]
         self.args[numbers.SUMS] = self.partial_sums.ctypes.data
-        self.args[numbers.ZEROS] = _ZEROS.ctypes.data
+        self.zeros = np.zeros(pieces.max(initial=0))
+        self.args[numbers.ZEROS] = self.zeros.ctypes.data
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states lie, given as a list for each of them."""
@@ -108,6 +117,7 @@ class Table:
         options: Sequence[float | Tensor],
         sum_dtype: torch.dtype,
         inverse_scale: Tensor | None,
+        seeds: Iterable[Tensor] = (),
     ) -> Tensor | None:
         """Runs a pass's loop on as many threads as torch uses.
 
@@ -116,7 +126,8 @@ class Table:
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
-        factors = np.array([column.numpy() for column in by], np.float64)
+        columns = (*by, *seeds) if len(by) else ()
+        factors = np.array([column.numpy() for column in columns], np.float64)
         scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
         given = [o.numpy() if isinstance(o, Tensor) else o for o in (*options, scale)]
         numbers_of_all = np.array(given, np.float64)
@@ -142,6 +153,13 @@ def _turns(starts: NDArray[Any], stops: NDArray[Any]) -> tuple[NDArray[np.int64]
     return counters, np.ascontiguousarray(stops, np.int64)
 
 
+def _piece(row: int) -> int:
+    """Elements that are worked on at a time: of whole blocks of codes, so whole rows if it must."""
+    if row % codes.BLOCK == 0:
+        return numbers.BLOCK
+    return max(1, numbers.BLOCK // row) * row
+
+
 def _last_tensors(sizes: Sequence[int]) -> list[int]:
     """The last tensor of each wave: of as many as fit, or one."""
     ends, total = [], 0
@@ -154,6 +172,7 @@ def _last_tensors(sizes: Sequence[int]) -> list[int]:
 
 
 _NUMBERS = {
+    torch.uint8: np.uint8,
     torch.float32: np.float32,
     torch.float64: np.float64,
     # The bits of 16-bit types, see `numbers`.

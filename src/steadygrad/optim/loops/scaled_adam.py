@@ -3,16 +3,36 @@
 import math
 from typing import Any
 
+import numpy as np
+
+from steadygrad.optim.codes import BLOCK as CODES
+from steadygrad.optim.loops.codes import (
+    averaged,
+    bits_of,
+    exactly,
+    first_number,
+    place_of,
+    product,
+    put,
+    room,
+    scales_of,
+    second_number,
+    used,
+    write,
+)
 from steadygrad.optim.loops.numbers import (
+    ROW,
+    SEEDS,
     arrays_at,
     block_of,
+    is_code,
+    kinds_of,
     narrow,
     round_masters,
     source_of,
     state_at,
     sync_masters,
     take_turn,
-    types_of,
     unscaled,
     widen,
 )
@@ -25,7 +45,7 @@ FACTORS, OPTIONS = len(StepScales._fields), len(UpdateOptions._fields)
 @block_of
 def sums(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Squared norms of gradients; where asked for, products with weights and their norms too."""
-    exact, inverse_scale = types[5], types[4](given[-1])
+    exact, inverse_scale = types.total, types.number(given[-1])
     g, p, out = arrays_at(args, row, first, size, types)
     part_g, part_pg, part_p = exact(0), exact(0), exact(0)
     # The same loop whether products follow or not: two may add up in two orders, and a step after
@@ -44,47 +64,72 @@ def sums(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
 
 @block_of
 def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
-    """Moves ``v``, ``delta`` and weights; products of gradients with the weights as they were."""
-    state, exact, inverse_scale = types[2], types[5], types[4](given[-1])
-    g, p, out = arrays_at(args, row, first, size, types)
-    v, delta = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
-    beta1, beta2 = state(given[0]), state(given[1])
-    rest1, rest2 = state(1 - given[0]), state(1 - given[1])
-    eps, before, after = state(given[2]), exact(given[3]), exact(given[4])
-    clip, unbias, by_g, by_p = state(by[1]), state(by[2]), state(by[3]), state(by[4])
-    part = exact(0)
-    sync_masters(p, out, size)
-    for i in range(size):
-        here = exact(widen(p[i]))
-        gradient = unscaled(widen(g[i]), inverse_scale)
-        part += exact(gradient) * here
-        slope = state(gradient) * clip
-        v[i] = beta2 * v[i] + rest2 * (slope * slope)
-        move = by_g * slope / (math.sqrt(v[i] * unbias) + eps)
+    """Moves ``delta``, ``v`` and weights; products of gradients with the weights as they were."""
+    state, exact, inverse_scale = types.state, types.exact, types.number(given[-1])
+    beta1, beta2, rest2 = state(given[0]), state(given[1]), state(1 - given[1])
+    before, after, root, rest1 = exact(given[3]), exact(given[4]), math.sqrt(by[2]), 1 - given[0]
+    clip, eps, along_g = state(by[1]), state(given[2] / root), state(by[3] / root * rest1)
+    along_p, total = state(by[4] * rest1), 0.0
+    new, moves, weights = (room(state), room(state)), room(state), room(exact)
+    moves[:] = 0
+    start, (column, place) = first, place_of(row, first)
+    while start < first + size:
+        n = min(CODES, row[ROW] - column, first + size - start)
+        g, p, out = arrays_at(args, row, start, n, types)
+        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
+        by_m, by_v = scales_of(row, place, q)
+        part, top_m, top_v = exact(0), np.uint32(0), np.uint32(0)
+        sync_masters(p, out, n)
+        if before < math.inf:
+            for i in range(n):
+                p[i] = narrow(min(max(exact(widen(p[i])), -before), before), p[i])
         # A weight that is not finite must not reach `delta` by way of zero.
-        move += by_p * (state(here) if by_p != 0.0 else state(0))
-        delta[i] = beta1 * delta[i] + rest1 * move
-        moved = min(max(here, -before), before) + exact(delta[i])
-        p[i] = narrow(min(max(moved, -after), after), p[i])
-    round_masters(p, out, size)
-    return (part,)
+        if along_p != 0.0:
+            for i in range(n):
+                moves[i] = product(state(widen(p[i])), along_p)
+        for i in range(n):
+            here, gradient = exact(widen(p[i])), product(widen(g[i]), inverse_scale)
+            part += exact(gradient) * here
+            slope = product(state(gradient), clip)
+            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
+            old, enough = first_number(q[i], by_m), used(v, state(0), by_v, q[i])
+            delta = moved(old, slope, enough, moves[i], beta1, eps, along_g)
+            put(delta, i, q, new[0])
+            put(v, i, w, new[1])
+            weights[i] = here + exact(delta)
+            top_m, top_v = max(top_m, bits_of(abs(delta), q[i])), max(top_v, bits_of(v, q[i]))
+        total += np.float64(part)
+        for i in range(n):
+            p[i] = narrow(min(max(weights[i], -after), after), p[i])
+        round_masters(p, out, n)
+        write(row, start, place, by, (top_m, top_v), new, q, w)
+        start, place = start + n, place + 1
+        column = 0 if column + n == row[ROW] else column + n
+    return (total,)
 
 
-def sums_kernel(*types: Any) -> Any:
+@exactly
+def moved(delta: Any, slope: Any, v: Any, size: Any, beta: Any, eps: Any, along_g: Any) -> Any:
+    """The new step, rounded after each operation."""
+    return delta * beta + (slope / (math.sqrt(v) + eps) * along_g + size)
+
+
+def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
     """The loop of the sums."""
-    types, source = types_of(*types), SOURCE
+    source, types, counts = SOURCE, kinds_of(grad, weight, state, param), 1 + SEEDS * is_code(state)
 
     def kernel(data: Any) -> None:
-        take_turn(sums, data, 0, (1, 0 * source), types, True)
+        take_turn(sums, data, 0 * source, (counts, 0), types, True)
 
     return kernel
 
 
-def update_kernel(*types: Any) -> Any:
+def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
     """The loop of the update."""
-    types, source = types_of(*types), SOURCE
+    source, types = SOURCE, kinds_of(grad, weight, state, param)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS
 
     def kernel(data: Any) -> None:
-        take_turn(update, data, 0, (FACTORS, OPTIONS + 0 * source), types, False)
+        take_turn(update, data, 0 * source, counts, types, False)
 
     return kernel

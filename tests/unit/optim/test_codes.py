@@ -1,0 +1,381 @@
+"""What eight-bit moments promise: no bias, no stall, bounded steps, and the same bits anywhere."""
+
+import itertools
+
+import pytest
+import torch
+
+from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
+from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, HIGH, LOW, SECOND, decode, encode, seeds_at
+
+both = pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+MOST = (1 << DIGITS) - 1
+
+
+def rounded(blocks, code, start=0, slope=0):
+    """Numbers with shape ``(rows, BLOCK)`` by way of their codes, and the exponents."""
+    found, exponents = encode(blocks, torch.tensor([start, slope]), BLOCK, code)
+    return decode(found, exponents, BLOCK, code), exponents
+
+
+def turns(code, count):
+    """Start and slope with which random bits are ``count`` numbers at equal distances, in turns."""
+    step = (MOST + 1) // count
+    # In the middle of each part, so that a last digit of float32 changes nothing.
+    return step // 2 << code.shift, step << code.shift
+
+
+def numbers_between(code, start, stop, parts):
+    """Numbers at equal distances from each code to the next, for a scale of one."""
+    size = torch.arange(start, stop)[:, None] << DIGITS
+    bits = size + torch.arange(parts) * ((MOST + 1) // parts) + code.base
+    return (bits.to(torch.int32).view(torch.float32).double() - code.offset).float()
+
+
+@both
+@pytest.mark.parametrize("exponent", [60, 127, 200])
+def test_a_number_between_any_two_codes_is_their_average(code, exponent):
+    scale = 2.0 ** (exponent - 127)
+    x = numbers_between(code, 0, code.top, 8).reshape(-1, 1) * scale
+    for sign in (1, -1) if code is FIRST else (1,):
+        # Half of a block is there for the scale alone.
+        given = torch.cat(
+            [x.new_full((len(x), BLOCK // 2), 1.87 * scale), sign * x.expand(-1, 128)], 1
+        )
+        given = given.clamp(max=1.87 * scale)
+        found, exponents = rounded(given, code, *turns(code, BLOCK // 2))
+        assert (exponents == exponent).all()
+        assert found[:, 128:].unique(dim=1).shape[1] > 1
+        error = found[:, 128:].double().mean(1) - given[:, 128:].double().mean(1)
+        # Of float32's last digit, where the constant is added.
+        least = 2.0**-23 * (x[:, 0].double() + code.offset * scale)
+        assert (error.abs() <= least).all()
+
+
+@both
+def test_no_largest_number_is_cut(code):
+    """Whatever the largest number of a block: a cut one would come back smaller on average."""
+    x = numbers_between(code, code.top - 15, code.top + 1, 256).reshape(-1, 1)
+    found, exponents = rounded(x.expand(-1, BLOCK).contiguous(), code, *turns(code, BLOCK))
+    assert {*exponents.tolist()} == {126, 127, 128}
+    torch.testing.assert_close(found.double().mean(1), x[:, 0].double(), rtol=2.0**-14, atol=0)
+
+
+@both
+def test_codes_are_kept_by_any_random_bits(code):
+    """What a code stands for has that code, unless a block's largest takes the next scale."""
+    every = torch.arange(BLOCK, dtype=torch.uint8)
+    if code is FIRST:
+        every[[127, 128, 255]] = torch.tensor([126, 0, 254], dtype=torch.uint8)  # 128: minus zero
+    exponents = torch.arange(LOW, HIGH, dtype=torch.uint8)
+    given = every.expand(len(exponents), BLOCK).contiguous()
+    numbers = decode(given, exponents, BLOCK, code)
+    for seed in (0, 1, MOST, MOST << 12, 0x12345678, 0xFFFFFFFF):
+        found = encode(numbers, torch.tensor([seed, seed | 1]), BLOCK, code)
+        assert torch.equal(found[0], given)
+        assert torch.equal(found[1], exponents)
+
+
+@both
+def test_zeros_and_numbers_at_the_ends_of_float32(code):
+    zeros = torch.zeros(2, BLOCK)
+    zeros[1, 0] = 3.0
+    for seed in (0, MOST, MOST << 12, 0xFFFFFFFF):
+        assert not rounded(zeros, code, seed)[0].flatten()[1:256].any()
+        assert not rounded(zeros, code, seed)[0][1, 1:].any()
+    tiny = torch.full((1, BLOCK), 2.0**-140)
+    assert (
+        abs(rounded(tiny, code, *turns(code, BLOCK))[0].double().mean().item() - 2.0**-140)
+        <= 2.0**-149
+    )
+    top = torch.finfo(torch.float32).max
+    for large in (top, torch.inf):
+        found = rounded(torch.full((1, BLOCK), large), code)[0]
+        assert found.isfinite().all()
+        assert found.min() > 0.9 * 2.0**126
+
+
+@every_mode
+def test_a_vanished_gradient_is_forgotten(mode):
+    """Rounded to the nearest its second moment would stay as it is."""
+    p = torch.zeros(32, BLOCK, requires_grad=True)
+    optimizer = LAMB([p], state_dtype="8bit", **mode)
+    saved = optimizer.state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name] = torch.ones_like(p)
+        del saved["state"][0][name + codes.EXPONENTS]
+    optimizer.load_state_dict(saved)
+    p.grad = torch.ones_like(p)
+    p.grad[:, ::2] = 0
+    steps = 5000 if mode.get("fused") else 500
+    for _ in range(steps):
+        optimizer.step()
+    state = optimizer.state[p]
+    found = decode(state["exp_avg_sq"], state["exp_avg_sq_exponents"], BLOCK, SECOND)
+    assert found[:, ::2].mean().item() == pytest.approx(0.999**steps, rel=0.05)
+    assert found[:, 1::2].mean().item() == pytest.approx(1.0, rel=0.01)
+
+
+def any_codes(optimizer, p, draw):
+    """Puts random codes and scales into the state of a parameter that has taken many steps."""
+    state = optimizer.state[p]
+    for name, own in state.items():
+        if own.dtype is torch.uint8:
+            low, high = (100, 140) if name.endswith(codes.EXPONENTS) else (0, 256)
+            own.copy_(torch.randint(low, high, own.shape, generator=draw, dtype=torch.uint8))
+    # Some blocks have second moments of zero, and first ones that are not.
+    state["exp_avg_sq"][::3] = 0
+    state["step"].fill_(1e6)
+    p.grad = torch.randn(p.shape, generator=draw) * 10.0 ** torch.randint(-6, 6, p.shape)
+    p.grad[:, ::2] = 0
+    return state
+
+
+@every_mode
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.98)], ids=str)
+def test_no_codes_make_a_step_longer_than_float32s_longest(mode, betas):
+    beta1, beta2 = betas
+    most = (1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5
+    p, draw = torch.zeros(90, BLOCK, requires_grad=True), torch.Generator().manual_seed(0)
+    options = {"weight_decay": 0.0, "adapt": False, "lr": 1.0, "eps": 1e-30}
+    optimizer = LAMB([p], betas=betas, state_dtype="8bit", **options, **mode)
+    any_codes(optimizer, p, draw)
+    optimizer.step()
+    assert most * 0.999 < p.abs().max() <= most * (1 + 1e-5)
+    # Float32's longest itself: gradients that grow by `beta2 / beta1` from one step to the next.
+    m = v = 0.0
+    for t in range(400):
+        g = (beta2 / beta1) ** (t - 400)
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    assert m / v**0.5 == pytest.approx(most, rel=1e-6)
+
+
+@every_mode
+def test_no_codes_make_a_step_of_scaled_adam_longer(mode):
+    draw = torch.Generator().manual_seed(0)
+    p = torch.randn(90, BLOCK, generator=draw).requires_grad_()
+    optimizer = ScaledAdam([p], lr=0.1, eps=0.0, state_dtype="8bit", **mode)
+    state, before = any_codes(optimizer, p, draw), p.detach().clone()
+    state["param_rms"].fill_(2.0)
+    state["delta"].zero_()
+    optimizer.step()
+    # One less `beta1` of the rate times the size, over the root of one less `beta2`.
+    most = 0.1 * 0.1 * 2 / (1 - 0.98) ** 0.5
+    assert most * 0.999 < (p - before).abs().max() <= most * (1 + 1e-5)
+
+
+SHAPES = [
+    (200, 32),
+    (130, 33),
+    (50, 100),
+    (20, 255),
+    (300, 256),
+    (257, 257),
+    (30, 5000),
+    (2, 50, 64),
+]
+
+
+def trained(make, steps=5, **options):
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=draw).requires_grad_() for shape in SHAPES]
+    optimizer = make(params, state_dtype="8bit", **options)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw)
+        optimizer.step()
+    states = [optimizer.state[p] for p in params]
+    found = [(n, t) for state in states for n, t in state.items() if t.dtype is torch.uint8]
+    assert len(found) == 4 * len(SHAPES)
+    return [t for _, t in found], params
+
+
+@every_optimizer
+def test_the_same_bits_by_any_number_of_threads_and_both_paths(make):
+    expected, weights = trained(make, foreach=True)
+    before, first = torch.get_num_threads(), None
+    try:
+        for count in (1, 2, 3, 4):
+            torch.set_num_threads(count)
+            found, params = trained(make, fused=True)
+            assert all(map(torch.equal, found, expected))
+            first = first or params
+            assert all(map(torch.equal, params, first))
+    finally:
+        torch.set_num_threads(before)
+    for p, q in zip(first, weights, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("row", [32, 33, 100, 255, 256, 257, 5000])
+def test_a_shard_has_the_bits_of_the_whole(code, row):
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(7, row, generator=draw)
+    numbers = numbers if code is FIRST else numbers.square()
+    places, steps = torch.tensor([3]), torch.tensor([5.0])
+    whole = encode(numbers, seeds_at(places, steps, torch.tensor([0]))[:, 0], row, code)
+    ends = [0, 1, 3, 3, 7]
+    for start, stop in itertools.pairwise(ends):
+        seed = seeds_at(places, steps, torch.tensor([start * row]))[:, 0]
+        part = encode(numbers[start:stop], seed, row, code)
+        assert torch.equal(part[0], whole[0][start:stop])
+        assert torch.equal(part[1], whole[1].view(7, -1)[start:stop].flatten())
+
+
+def test_random_bits_are_of_element_step_and_parameter():
+    """At one step and the next, of parameters and elements side by side, of both moments."""
+    n, first = 4096, torch.zeros(1, dtype=torch.int64)
+    rows = []
+    for place in range(3):
+        starts, slopes = seeds_at(torch.full((n,), place), torch.arange(1.0, n + 1), first)
+        assert (slopes % 2 == 1).all()
+        for bits in (starts, starts + slopes, starts + 257 * slopes):
+            rows += [((bits >> code.shift) & MOST).double() / MOST for code in (FIRST, SECOND)]
+    rows = torch.stack([*(x[1:] for x in rows), *(x[:-1] for x in rows)])
+    assert (rows.mean(1) - 0.5).abs().max() < 0.02
+    assert (rows.corrcoef() - torch.eye(len(rows))).abs().max() < 6 / n**0.5
+    # As parameters, too: the same numbers have other codes at another place, and at the next step.
+    p, q = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
+    optimizer = LANS([p, q], state_dtype="8bit")
+    p.grad = q.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    first, second = (optimizer.state[x]["exp_avg"] for x in (p, q))
+    assert 0.2 < (first != second).double().mean() < 0.8
+
+
+def pair_of(make, state_dtype, params):
+    draw, params = torch.Generator().manual_seed(1), [p.detach().clone() for p in params]
+    optimizer = make([p.requires_grad_() for p in params], state_dtype=state_dtype)
+
+    def run(steps):
+        for _ in range(steps):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=draw)
+            optimizer.step()
+
+    return optimizer, params, run
+
+
+def snapshot(optimizer, params):
+    found = [(name, t.clone()) for p in params for name, t in optimizer.state[p].items()]
+    return [*found, *(("weight", p.detach().clone()) for p in params)]
+
+
+def same(first, second):
+    pairs = zip(sorted(first, key=str), sorted(second, key=str), strict=True)
+    return all(n == m and a.dtype == b.dtype and torch.equal(a, b) for (n, a), (m, b) in pairs)
+
+
+def moments_of(optimizer, p):
+    """In float32, by name."""
+    state, names = optimizer.state[p], [n for n in optimizer._fields if n in optimizer._large]
+    pairs = zip(names, (FIRST, SECOND), strict=True)
+    return {
+        n: decode(state[n], state[n + codes.EXPONENTS], codes.row_of(p), code)
+        if n + codes.EXPONENTS in state
+        else state[n]
+        for n, code in pairs
+    }
+
+
+START = [torch.linspace(-1, 1, 64 * 100).reshape(64, 100), torch.ones(100)]
+
+
+@every_optimizer
+def test_states_of_float32_become_codes_and_numbers_again(make):
+    exact, params, run = pair_of(make, "float32", START)
+    run(3)
+    coded, others, go_on = pair_of(make, "8bit", params)
+    coded.load_state_dict(exact.state_dict())
+    assert coded.param_groups[0]["state_dtype"] == "8bit"
+    given, found = moments_of(exact, params[0]), moments_of(coded, others[0])
+    for name, numbers in found.items():
+        top = given[name].abs().max()
+        torch.testing.assert_close(numbers, given[name], rtol=0.125, atol=2.0**-13 * float(top))
+        assert not torch.equal(numbers, given[name])
+        assert abs((numbers - given[name]).mean()) < 2e-3 * top
+    go_on(3)
+    found = moments_of(coded, others[0])
+    again, _, run = pair_of(make, "float32", others)
+    again.load_state_dict(coded.state_dict())
+    (back, *_), rest = again.param_groups[0]["params"], coded.state[others[0]]
+    for name, numbers in found.items():
+        assert again.state[back][name].dtype is torch.float32
+        assert torch.equal(again.state[back][name], numbers)
+    assert {*again.state[back]} == {n for n in rest if not n.endswith(codes.EXPONENTS)}
+    run(2)
+    assert again.state[back]["step"] == 8
+
+
+@every_optimizer
+def test_the_option_may_change_in_the_midst_of_a_run(make):
+    """A step is then that of an optimizer which was made so, and has loaded the state."""
+    optimizer, params, run = pair_of(make, "8bit", START)
+    run(2)
+    for dtype in ("float32", "8bit"):
+        other, others, _ = pair_of(make, dtype, params)
+        other.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["state_dtype"] = dtype
+        for p, q in zip(params, others, strict=True):
+            p.grad = q.grad = torch.sin(p.detach() * 50)
+        optimizer.step()
+        other.step()
+        assert same(snapshot(optimizer, params), snapshot(other, others))
+        assert (optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.uint8) is (dtype == "8bit")
+        assert optimizer.state[params[1]]["exp_avg_sq"].dtype is torch.float32
+
+
+def test_groups_have_moments_of_their_own_kind():
+    params = [torch.linspace(-1, 1, 6400).reshape(64, 100).requires_grad_() for _ in range(3)]
+    kinds = [{"params": params[:1], "state_dtype": "8bit"}, {"params": params[1:2]}]
+    optimizer, alone = LANS(kinds), LANS(params[2:])
+    for step in range(3):
+        for p in params:
+            p.grad = torch.cos(torch.arange(6400.0) * (step + 1)).view(64, 100)
+        optimizer.step()
+        alone.step()
+    assert torch.equal(params[1], params[2])
+    assert not torch.equal(params[0], params[2])
+    assert [optimizer.state[p]["exp_avg"].dtype for p in params[:2]] == [torch.uint8, torch.float32]
+    twins = [p.detach().clone() for p in params[:2]]
+    other = LANS([{"params": twins[:1], "state_dtype": "8bit"}, {"params": twins[1:]}])
+    other.load_state_dict(optimizer.state_dict())
+    assert same(snapshot(optimizer, params[:2]), snapshot(other, twins))
+
+
+def test_what_keeps_float32():
+    """Small parameters, short rows, numbers and vectors; float64 has more to lose."""
+    shapes = {
+        (4096,): 0,
+        (127, 32): 0,
+        (128, 32): 1,
+        (256, 31): 0,
+        (): 0,
+        (0, 64): 0,
+        (2, 64, 32): 1,
+    }
+    params = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    params.append(torch.zeros(128, 32, dtype=torch.float64, requires_grad=True))
+    optimizer = LANS(params, state_dtype="8bit")
+    found = [optimizer.state[p]["exp_avg"].dtype is torch.uint8 for p in params]
+    assert found == [*map(bool, shapes.values()), False]
+    assert optimizer.state[params[6]]["exp_avg_exponents"].shape == (2, 8)
+
+
+@every_optimizer
+def test_a_coded_run_resumes_to_the_bit(make):
+    optimizer, params, run = pair_of(make, "8bit", START)
+    run(3)
+    other, others, _ = pair_of(make, "8bit", params)
+    other.load_state_dict(optimizer.state_dict())
+    for step in range(4):
+        for p, q in zip(params, others, strict=True):
+            p.grad = q.grad = torch.sin(p.detach() * (50 + step))
+        optimizer.step()
+        other.step()
+    assert same(snapshot(optimizer, params), snapshot(other, others))
