@@ -64,15 +64,22 @@ MAKERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "LAMB(fused=True)": lambda p: LAMB(p, lr=RATE, fused=True),
     "LAMB(foreach=True)": lambda p: LAMB(p, lr=RATE, foreach=True),
     "ScaledAdam(fused=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, fused=True),
+    "LANS 8bit(fused=True)": lambda p: LANS(p, lr=RATE, fused=True, state_dtype="8bit"),
+    "LAMB 8bit(fused=True)": lambda p: LAMB(p, lr=RATE, fused=True, state_dtype="8bit"),
+    "ScaledAdam 8bit(fused=True)": lambda p: ScaledAdam(
+        p, RATE, clipping_scale=2.0, fused=True, state_dtype="8bit"
+    ),
     "ScaledAdam(foreach=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=True),
     "ScaledAdam(foreach=False)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=False),
 }
 if lamb() is not None:
     MAKERS["pytorch-optimizer Lamb"] = lambda p: lamb()(p, lr=RATE)
-# Bytes an element: AdamW reads four tensors and writes three. LANS reads the gradient for its norm,
-# then all four twice, and writes two and one. ScaledAdam reads the gradient for the clipping, the
-# weight too in every fourth step, then four, and writes three.
-FLOORS = {"torch AdamW": 28, "LANS": 48, "LAMB": 44, "ScaledAdam": 33}
+# Bytes an element: AdamW reads four tensors and writes three. LANS and LAMB read the gradient for
+# its norm, then do the same, if a tensor and its states stay in the caches between two passes.
+# ScaledAdam reads the gradient for the clipping, and the weight too in every fourth step. Moments
+# in eight bits are two bytes in place of eight, read and written.
+FLOORS = {"torch AdamW": 28, "LANS 8bit": 20, "LAMB 8bit": 20, "ScaledAdam 8bit": 21}
+FLOORS |= {"LANS": 32, "LAMB": 32, "ScaledAdam": 33}
 
 
 def parameters(name: str) -> list[Tensor]:

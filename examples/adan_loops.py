@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from steadygrad.optim.loops.codes import product
 from steadygrad.optim.loops.numbers import (
     arrays_at,
     block_of,
@@ -13,7 +14,6 @@ from steadygrad.optim.loops.numbers import (
     state_at,
     sync_masters,
     take_turn,
-    unscaled,
     widen,
 )
 
@@ -44,7 +44,7 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     along_m, along_n, unbias3, keep = state(by[3]), state(by[4]), state(by[5]), exact(by[6])
     sync_masters(x, p, size)
     for i in range(size):
-        slope = state(unscaled(widen(g[i]), inverse_scale)) * sign
+        slope = state(product(widen(g[i]), inverse_scale)) * sign
         change = (slope - previous[i]) * follows
         previous[i] = slope
         m[i] = beta1 * m[i] + rest1 * slope

@@ -11,8 +11,6 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError, check_choice, check_number
 from steadygrad.shards import local
 
-# How moments are kept.
-STATE_DTYPES = ("float32", "8bit")
 # Types of parameters.
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -42,7 +40,7 @@ def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     for name in ("maximize", "capturable"):
         check_switch(name, group[name], (True, False))
     if "state_dtype" in group:
-        check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
+        check_choice("state_dtype", group["state_dtype"], ("float32", "8bit"))
     if group["foreach"] and group["fused"]:
         raise InputError("Expected one of `foreach` and `fused`. Found both. Remedy: drop one.")
 

@@ -1,6 +1,7 @@
 r"""Moments in eight bits: small floating numbers with a scale for each block, rounded at random.
 
-A block is 64 elements within a row of a parameter (an entry of its first dimension, flattened).
+A block is 256 elements within a row of a parameter (an entry of its first dimension, flattened),
+or a shorter row.
 Its scale :math:`s` is a power of two. With a constant :math:`c` that gives gradual underflow,
 
 .. math:: q = \mathrm{round}(|x| / s + c), \qquad x \approx \pm s\, (q - c)
@@ -42,7 +43,7 @@ EXPONENTS = "_exponents"  # what the name of a moment's scales ends with
 
 
 class Code(NamedTuple):
-    """Where a code's numbers lie among float32's."""
+    """Form of the codes of a first or a second moment: their numbers are some of float32's."""
 
     base: int  # bits of `c`, the least number
     top: int  # largest code, without its sign
@@ -69,10 +70,7 @@ LOW, HIGH = 12, 253
 
 
 def is_coded(parameter: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether a parameter's moments are kept in eight bits.
-
-    It needs rows of at least half a block. Of a shard the whole tensor counts.
-    """
+    """Whether a parameter's moments are kept in eight bits; of a shard the whole tensor counts."""
     if group.get("state_dtype") != "8bit" or parameter.dtype is torch.float64:
         return False
     is_large = parameter.numel() >= LEAST and row_of(parameter) >= SHORTEST
@@ -102,10 +100,10 @@ def shape_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def seeds_at(places: Tensor, steps: Tensor, first: Tensor) -> Tensor:
-    """Random bits of each parameter's first element here, and what each further one adds to them.
+    """Random bits of parameters: of the first element here, and the distance to the next one's.
 
-    From columns with shape ``(tensors)``: its place in the optimizer, its steps so far, and its
-    first element's place in the whole. Returns a tensor with shape ``(2, tensors)``.
+    From columns with shape ``(tensors)``: a parameter's place in the optimizer, its steps so far,
+    and its first element's place in the whole. Returns a tensor with shape ``(2, tensors)``.
     """
     start = _mixed((places * PLACE + (steps.to(torch.int64) & _MASK) * STEP) & _MASK)
     # Odd, so that it comes to all bits, and of 31 bits, as `_MIX` is.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Codes:
-    """What else there is to know of moments that are codes; see :mod:`steadygrad.optim.codes`."""
+    """Scales, rows and random bits of moments that are codes: :mod:`steadygrad.optim.codes`."""
 
     exponents: tuple[list[Tensor], ...]  # of their scales, like the moments
     rows: list[int]  # elements of a row of each parameter
@@ -271,20 +271,15 @@ def average(
     decay1, decay2 = decays_of(bucket, betas, taken)
     torch._foreach_mul_(m, decay1)
     torch._foreach_mul_(v, decay2)
-    add_scaled(bucket, m, gradients, 1 - betas[0])
+    if bucket.codes is None:
+        torch._foreach_add_(m, gradients, alpha=1 - betas[0])
+    else:
+        torch._foreach_add_(m, torch._foreach_mul(gradients, 1 - betas[0]))
     add_squares(bucket, v, gradients, 1 - betas[1])
 
 
 # For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
 # own calls may take a product and a sum in one.
-
-
-def add_scaled(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:
-    """Adds tensors, times a factor."""
-    if bucket.codes is None:
-        torch._foreach_add_(sums, more, alpha=factor)
-    else:
-        torch._foreach_add_(sums, torch._foreach_mul(more, factor))
 
 
 def add_squares(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:

@@ -215,6 +215,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         dtype = self._field(name).dtype or self._state_dtype(parameter, group)
         return exact(parameter.device) if dtype is torch.float64 else dtype
 
+    def _kept_as(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
+        """Type that a state has in memory, which is a code's if it is a moment in eight bits."""
+        is_code = name + EXPONENTS in self._fields and is_coded(parameter, group)
+        return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
+
     def _new_state(self, parameter: Tensor, group: Options, *, shared: bool) -> dict[str, Tensor]:
         """A parameter's own state before its first step, masters aside, or its group's."""
         found = {}
@@ -223,8 +228,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 dtype, device = self._dtype_of(name, parameter, group), parameter.device
                 shape = field.shape(parameter, group)
                 if field.elementwise:
-                    coded = name + EXPONENTS in self._fields and is_coded(parameter, group)
-                    dtype = torch.uint8 if coded else dtype
+                    dtype = self._kept_as(name, parameter, group)
                     found[name] = torch.zeros_like(parameter, dtype=dtype)
                 elif not field.scales:
                     found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
@@ -313,9 +317,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
         # To the type it is kept in, should it have been saved in another.
-        dtype, field = self._dtype_of(name, parameter, group), self._field(name)
-        if name + EXPONENTS in self._fields and is_coded(parameter, group):
-            dtype = torch.uint8
+        dtype, field = self._kept_as(name, parameter, group), self._field(name)
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if field.elementwise or field.scales else value
 

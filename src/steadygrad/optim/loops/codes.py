@@ -39,7 +39,11 @@ least_ratio_of = exactly(least_ratio)
 
 @exactly
 def product(first: Any, second: Any) -> Any:
-    """The product of two numbers, rounded, whatever it goes into."""
+    """The product of two numbers, rounded, whatever it goes into.
+
+    A gradient, one over its loss scale and a factor are multiplied in this order: the product of
+    two small factors may be too small for float32.
+    """
     return first * second
 
 
@@ -184,9 +188,9 @@ def exponent_of(largest: Any, carry: Any) -> Any:
 def write(
     row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
 ) -> None:
-    """Writes a block of both states, from arrays of their numbers and the bits of their largest.
+    """Codes a block of both states, from arrays of their numbers and the bits of their largest.
 
-    Random bits are from the last two factors.
+    Numbers are in their places already. Random bits are from the last two factors.
     """
 
 
@@ -194,11 +198,6 @@ def write(
 def _write(
     row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
 ) -> Any:
-    def numbers(
-        row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
-    ) -> None:
-        pass
-
     def codes(
         row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
     ) -> None:
@@ -213,7 +212,9 @@ def _write(
             w[i] = second_code(new[1][i], by_v, bits)
             bits = np.uint32(bits + slope)
 
-    return codes if q.dtype is types.uint8 else numbers
+    if q.dtype is types.uint8:
+        return codes
+    return lambda row, first, place, by, largest, new, q, w: None
 
 
 @intrinsic

@@ -14,7 +14,6 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
-from numba.np.numpy_support import as_dtype
 
 from steadygrad.optim.passes import clamp, root, where
 
@@ -291,18 +290,6 @@ def narrow(number: Any, like: Any) -> Any:
 def _narrow(number: Any, like: Any) -> Any:
     found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
     return (lambda number, like: number) if found is None else (lambda number, like: found(number))
-
-
-def unscaled(gradient: Any, inverse_scale: Any) -> Any:
-    """A finite gradient without its loss scale."""
-
-
-@overload(unscaled, strict=False)
-def _unscaled(gradient: Any, inverse_scale: Any) -> Any:
-    # The bounds, the largest number of its type, change nothing. They keep the compiler from taking
-    # the product of two small factors first, which may be too small for float32.
-    top = as_dtype(gradient).type(np.finfo(as_dtype(gradient)).max)
-    return lambda gradient, inverse_scale: min(max(gradient * inverse_scale, -top), top)
 
 
 def sync_masters(master: Any, parameter: Any, size: Any) -> None:

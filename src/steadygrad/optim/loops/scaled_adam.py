@@ -33,7 +33,6 @@ from steadygrad.optim.loops.numbers import (
     state_at,
     sync_masters,
     take_turn,
-    unscaled,
     widen,
 )
 from steadygrad.optim.scaled_adam_rule import StepScales, UpdateOptions
@@ -57,7 +56,7 @@ def sums(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
         sync_masters(p, out, size)
         for i in range(size):
             here = exact(widen(p[i]))
-            part_pg += exact(unscaled(widen(g[i]), inverse_scale)) * here
+            part_pg += exact(product(widen(g[i]), inverse_scale)) * here
             part_p += here * here
     return part_g, part_pg, part_p
 
