@@ -379,3 +379,16 @@ def test_a_coded_run_resumes_to_the_bit(make):
         optimizer.step()
         other.step()
     assert same(snapshot(optimizer, params), snapshot(other, others))
+
+
+@every_mode
+def test_first_sums_are_exact_where_states_are_codes(mode):
+    """So that shards, which add up other parts first, come to the same factors."""
+    p = torch.nn.Parameter(torch.zeros(64, 1024))
+    p.grad = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    optimizer = LANS([p], state_dtype="8bit", **mode)
+    optimizer.step()
+    (batch,) = optimizer._built
+    assert batch.refresh(optimizer._gradients(None))
+    found = optimizer._passes.grad_sq_norms(batch)
+    assert found.item() == pytest.approx(p.grad.double().square().sum().item(), rel=1e-13)

@@ -157,3 +157,13 @@ def test_a_host_that_does_not_look_ahead_takes_the_same_steps(recipe, period, mo
         monkeypatch.setattr(module, "may_hold", lambda flags: True)
     for a, b in zip(trained(), expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("recipe", "expected"), [("zipformer", 10.0), ("stateless7", 10.3)])
+def test_when_a_number_is_bounded(recipe, expected, mode):
+    """After its step now; before it in 2022."""
+    p = torch.nn.Parameter(torch.tensor(20.0))
+    p.grad = torch.tensor(-1.0)
+    ScaledAdam([p], lr=30.0, recipe=recipe, **mode).step()
+    assert p.item() == pytest.approx(expected, rel=1e-6)
