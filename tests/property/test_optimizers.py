@@ -17,7 +17,7 @@ from tests.property.machine import MODES, OPTIMIZERS, STATES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_step_is_the_equations(name, mode, states):
     place = [*OPTIMIZERS].index(name) * len(MODES) + [*MODES].index(mode)
-    counts = live(name, mode, states, lives=12, seed=100 + place, stretch=2)
+    counts = live(name, mode, states, lives=16, seed=100 + place, stretch=2)
     assert counts["steps"] > 120
     assert (counts["codes"] > 1_000) is (states == "8bit")
     assert min(counts[event] for event in ("skipped steps", "loads", "casts", "copies")) > 0
