@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_count, check_number
+from steadygrad.numerics import wide
 from steadygrad.optim import codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for_loops
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
@@ -275,35 +276,42 @@ class ShardedOptimizer(StatefulOptimizer):
 
         For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
-        kinds: dict[Any, list[int]] = defaultdict(list)
+        kinds = defaultdict[Any, list[tuple[int, Types | None]]](list)
         for i in places:
             p, state = self._params[i], self.state[self._params[i]]
             ensure_master(p, state, group)
             self._bring_into_form(p, group, state)
             types = None if is_report else self._loop_types(p, grads[i], group)
-            state_dtype = state[self._large[0]].dtype
-            kinds[p.device, p.dtype, state_dtype, types, self._kind(p)].append(i)
+            # Codes and float32 share a batch, so that arithmetic on columns is done once.
+            state_dtype = wide(state[self._large[0]].dtype)
+            like = types and (*types[:2], state_dtype, types[3])
+            kinds[p.device, p.dtype, state_dtype, like, self._kind(p)].append((i, types))
         batches = []
-        for (_, _, _, types, _), members in kinds.items():
-            params, table = [self._params[i] for i in members], None
-            if types is not None:
-                from steadygrad.optim.loops.runtime import Table  # needs numba
-
-                sizes = [local(p).numel() for p in params]
-                rows = [row_of(p) for p in params] if types[2] is torch.uint8 else ()
-                states = len(self._large) * (2 if rows else 1)
-                table = Table(sizes, types, states, rows)
+        for members in kinds.values():
+            places = [i for i, _ in members]
+            params, tables = [self._params[i] for i in places], dict[Types, list[int]]()
+            for place, (_, types) in enumerate(members):
+                if types is not None:
+                    tables.setdefault(types, []).append(place)
             batch = ParamBatch(
                 group,
                 params,
-                members,
+                places,
                 [self.state[p] for p in params],
                 self._fields,
-                table,
+                [self._table(types, own, params) for types, own in tables.items()],
                 views=not (is_report or torch.compiler.is_compiling()),
             )
             batches.append(batch)
         return batches
+
+    def _table(self, types: Types, members: list[int], params: Sequence[Tensor]) -> Any:
+        from steadygrad.optim.loops.runtime import Table  # needs numba
+
+        own = [params[i] for i in members]
+        rows = [row_of(p) for p in own] if types[2] is torch.uint8 else ()
+        states = len(self._large) * (2 if rows else 1)
+        return Table([local(p).numel() for p in own], types, states, rows, members)
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, is_capturing
-from steadygrad.optim.codes import first_element, row_of, seeds_at
+from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
 from steadygrad.optim.loops import Types
 from steadygrad.optim.passes import Bucket, Codes, addresses_of, sync_masters
 from steadygrad.optim.state import MASTER, StateField
@@ -47,8 +47,9 @@ class ParamBatch:
     a parameter's memory needs no notification. Columns are small states, stacked:
     ``state[p][name]`` are views of their rows, so nothing is gathered one by one.
 
-    With a table it works by compiled loops, else by multi-tensor calls: compiled by torch, one
-    parameter at a time, or several together. Without views, new states are copied to each.
+    With tables it works by compiled loops, else by multi-tensor calls: compiled by torch, one
+    parameter at a time, or several together. Moments may be float32 in some and codes in others.
+    Without views, new states are copied to each.
 
     Attributes:
         places: Indices of the parameters among all parameters of the optimizer; ``index`` on the
@@ -78,12 +79,12 @@ class ParamBatch:
         places: Sequence[int],
         states: Sequence[dict[str, Any]],
         fields: Mapping[str, StateField],
-        table: "Table | None",
+        tables: "Sequence[Table]" = (),
         *,
         views: bool,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
-        self.table, self.views = table, views
+        self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.compiled = views and is_compiled(group, self.device)
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
@@ -102,9 +103,12 @@ class ParamBatch:
                     state[name].data = row
         self._kept = self._state_tensors()
         self.moments = tuple([local(state[name]) for state in states] for name in large)
-        scales = [name for name, field in fields.items() if field.scales and name in states[0]]
-        self.scales = tuple([local(state[name]) for state in states] for name in scales)
-        self.rows_of = [row_of(p) for p in params] if scales else []
+        self.coded = [moment.dtype is torch.uint8 for moment in self.moments[0]]
+        # In place of those that there are none of: the moments, whose memory is there as well.
+        self.scales = tuple(
+            [local(s.get(name + EXPONENTS, s[name])) for s in states]
+            for name in (large if any(self.coded) else ())
+        )
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
@@ -114,14 +118,15 @@ class ParamBatch:
             [row.clone() for row in rows],
             self.compiled or group["foreach"] is False,
         )
-        self._bucketed = [[i] for i in range(len(params))] if single else _buckets_of(self.weights)
+        self._bucketed = [[i] for i in range(len(params))] if single else self._buckets()
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Tensor | None = None
         self._firsts: Tensor | None = None
-        if scales:
+        if self.scales:
             self.state_dtype, self.sum_dtype = torch.float32, self.exact
-            self._firsts = torch.tensor([*map(first_element, params)], device=self.device)
+            firsts = [first_element(p) if c else 0 for p, c in zip(params, self.coded, strict=True)]
+            self._firsts = torch.tensor(firsts, device=self.device)
         self.grads, self.buckets = [], []
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
@@ -136,7 +141,7 @@ class ParamBatch:
         ]
         self._states = [*self._large, *(s[name] for name in small for s in states)]
         self._sizes, self._addresses = [t.numel() for t in self._large], addresses_of(self._states)
-        if table is not None:
+        for table in tables:
             table.fill_states((*self.moments, *self.scales))
 
     @property
@@ -180,11 +185,11 @@ class ParamBatch:
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
         grads = [given.grads[i] for i in self.places]
         in_step = [given.in_step[i] for i in self.places]
-        if self.table is None:
+        if not self.tables:
             if self._masters:
                 sync_masters(self._own, self._masters)
             self._fill_buckets(grads, in_step)
-        elif not self._fill_table(self.table, grads):
+        elif not self._fill_tables(grads):
             return False
         self._set_flags([given.has_grad[i] for i in self.places], in_step)
         return True
@@ -200,12 +205,22 @@ class ParamBatch:
                 weights = [self.weights[i] for i in places]
                 moments = tuple([states[i] for i in places] for states in self.moments)
                 present, codes = [g for _, g in pairs], None
-                if self.seeds is not None:
+                if self.coded[places[0]] and self.seeds is not None:
                     scales = tuple([states[i] for i in places] for states in self.scales)
-                    codes = Codes(scales, [self.rows_of[i] for i in places], self.seeds)
+                    codes = Codes(scales, [row_of(self.params[i]) for i in places], self.seeds)
                 self.buckets.append(
                     Bucket(places, weights, present, moments, self.inverse_scale, codes)
                 )
+
+    def _buckets(self) -> list[list[int]]:
+        """Places of the parameters that multi-tensor calls work on together."""
+        kinds = [[i for i, own in enumerate(self.coded) if own is coded] for coded in (True, False)]
+        return [
+            [places[i] for i in bucket]
+            for places in kinds
+            if places
+            for bucket in _buckets_of([self.weights[i] for i in places])
+        ]
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""
@@ -256,10 +271,13 @@ class ParamBatch:
     def _state_tensors(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self.states))]
 
-    def _fill_table(self, table: "Table", grads: list[Tensor | None]) -> bool:
+    def _fill_tables(self, grads: list[Tensor | None]) -> bool:
         """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
         given = [g for g in grads if g is not None]
-        dtype, whole = table.types[0], len(given) == len(grads) and {*map(type, given)} == {Tensor}
+        dtype, whole = (
+            self.tables[0].types[0],
+            len(given) == len(grads) and {*map(type, given)} == {Tensor},
+        )
         alike = whole and self._are_laid_out(given, repeat(dtype))
         if not alike or any(map(Tensor.is_neg, given)):
             for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
@@ -270,7 +288,13 @@ class ParamBatch:
                     if g.stride() != own.stride() or g.is_neg():
                         grads[i] = torch.empty_like(own, dtype=dtype).copy_(g)
         self.grads = grads
-        table.fill(self._own, self.weights, grads)
+        places = addresses_of(self._own)
+        found = np.zeros((3, len(places)), np.int64)
+        has_grad = np.array([g is not None for g in grads])
+        found[0, has_grad] = addresses_of([g for g in grads if g is not None])
+        found[1], found[2] = places, addresses_of(self._masters) if self._masters else places
+        for table in self.tables:
+            table.fill(found, has_grad)
         return True
 
     def finish(self) -> None:
@@ -278,9 +302,9 @@ class ParamBatch:
         # Only those that were worked on: a graph may still need the others as they are.
         in_step = self._flags[1] if self._flags else [True] * len(self._own)
         written = list(compress(self._own, in_step))
-        if self.table is not None or self.compiled:
+        if self.tables or self.compiled:
             torch.autograd.graph.increment_version(written)
-        if self.table is None:
+        if not self.tables:
             for own, master in zip(written, compress(self._masters, in_step), strict=False):
                 own.copy_(master)
         # Memory of gradients, which the next ones may want, and of weights.

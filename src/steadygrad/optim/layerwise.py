@@ -92,9 +92,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
         work = self._work(batches, norms, joint)
         if self._is_alone:
             for one in work:
-                if one[0].table is not None:
+                if one[0].tables:
                     self._passes.move_in_waves(*one)
-            work = [one for one in work if one[0].table is None]
+            work = [one for one in work if not one[0].tables]
             batches = [batch for batch, _, _ in work]
         totals = self._sums(
             batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)

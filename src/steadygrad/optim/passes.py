@@ -177,9 +177,11 @@ class Pass:
         Returns:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
-        if batch.table is not None:
-            seeds = () if batch.seeds is None else batch.seeds
-            return batch.table.run(self, by, options, batch.sum_dtype, batch.inverse_scale, seeds)
+        if batch.tables:
+            from steadygrad.optim.loops.runtime import run  # needs numba
+
+            columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
+            return run(batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale)
         parts = []
         for bucket in batch.buckets:
             work = self.function if bucket.codes is None else self._on_codes
@@ -219,7 +221,7 @@ def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], ro
     Zeros for parameters that took no part.
     """
     places = [i for own, _ in parts for i in own]
-    if len(places) == len(weights):
+    if places == [*range(len(weights))]:
         return torch.cat([sums for _, sums in parts], dim=1)
     dtype = parts[0][1].dtype if parts else wide(weights[0].dtype)
     zero = torch.zeros(rows, dtype=dtype, device=weights[0].device)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from steadygrad._checks import InputError
 from steadygrad.optim.layerwise_rule import LANS_PASSES
 from steadygrad.optim.loops.numbers import (
     BLOCK,
@@ -19,8 +20,8 @@ from steadygrad.optim.loops.numbers import (
     state_at,
     take_turn,
 )
-from steadygrad.optim.loops.runtime import CHUNK, Table
-from steadygrad.optim.passes import Pass
+from steadygrad.optim.loops.runtime import CHUNK, Table, run
+from steadygrad.optim.passes import Pass, addresses_of
 
 FLOATS = (torch.float32,) * 4
 SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 7]
@@ -49,12 +50,19 @@ def test_starts_beyond_two_to_the_31():
 def test_addresses_stand_in_their_columns():
     tensors = [[torch.zeros(3) for _ in range(2)] for _ in range(5)]
     params, weights, grads, m, v = tensors
-    table = Table([3, 3], FLOATS, 2)
-    table.fill_states((m, v))
-    table.fill(params, weights, [None, grads[1]])
-    for column, own in ((PARAM, params), (WEIGHT, weights), (STATES, m), (STATES + 1, v)):
-        assert table.addresses[:, column].tolist() == [t.data_ptr() for t in own]
-    assert table.addresses[:, GRAD].tolist() == [0, grads[1].data_ptr()]
+    addresses = np.array([addresses_of(own) for own in (grads, params, weights)])
+    addresses[0, 0] = 0
+    # Those of a batch, and of the last of its tensors.
+    for members in ([0, 1], [1]):
+        table = Table([3] * len(members), FLOATS, 2, members=members)
+        table.fill_states((m, v))
+        table.fill(addresses, np.array([False, True]))
+        for column, own in ((PARAM, params), (WEIGHT, weights), (STATES, m), (STATES + 1, v)):
+            found = table.addresses[:, column].tolist()
+            assert found == [own[i].data_ptr() for i in members]
+        assert table.addresses[-1, GRAD] == grads[1].data_ptr()
+    with pytest.raises(InputError, match="memory"):
+        table.fill(0 * addresses, np.array([False, True]))
 
 
 def table_of(tensors):
@@ -65,7 +73,7 @@ def table_of(tensors):
 
 def sums_of(table):
     return LANS_PASSES.grad_sq_norms(
-        SimpleNamespace(table=table, sum_dtype=torch.float64, inverse_scale=None, seeds=None)
+        SimpleNamespace(tables=[table], sum_dtype=torch.float64, inverse_scale=None, seeds=None)
     )[0]
 
 
@@ -131,10 +139,11 @@ def test_any_number_of_large_states(states):
     moments = [[torch.full((n,), 10.0 * k) for n in sizes] for k in range(states)]
     table = Table(sizes, FLOATS, states)
     table.fill_states(moments)
-    table.fill(weights, weights, grads)
+    places = [addresses_of(own) for own in (grads, weights, weights)]
+    table.fill(np.array(places), np.array([True, True]))
     one = Pass(None)
     one.maker = lambda: make
-    table.run(one, (), (), torch.float32, None)
+    run([table], one, (), (), torch.float32, None)
     for k, own in enumerate(moments):
         for tensor in own:
             assert torch.equal(tensor, torch.full_like(tensor, 10.0 * k + 2 * (k + 1) + 0.5))

@@ -25,10 +25,11 @@ from steadygrad.optim.loops.codes import (
     write,
 )
 from steadygrad.optim.loops.numbers import (
-    BARRIER,
+    DONE,
     ROW,
     SEEDS,
     TURNS,
+    YIELD,
     arguments,
     arrays_at,
     block_of,
@@ -36,6 +37,7 @@ from steadygrad.optim.loops.numbers import (
     chunk_of,
     is_code,
     kinds_of,
+    look_at,
     narrow,
     round_masters,
     source_of,
@@ -164,12 +166,15 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
         exact = types.exact
         for turn in range(0 * source, args[TURNS], 2):
             take_turn(directions, data, turn, counts, types, False)
-            if args[BARRIER] != 0:
-                call(args[BARRIER])
             while True:
                 place, chunk = chunk_of(args, turn + 1, table, factors, False)
                 if place < 0:
                     break
+                # For this tensor only, whose last chunks other threads may work on: if all waited
+                # for all, one that does not get its core back soon would hold them up every time.
+                while look_at(args[DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
+                    if args[YIELD] != 0:
+                        call(args[YIELD])
                 x, m, g = 0.0, 0.0, 0.0
                 for k in range(chunk[3], chunk[4]):
                     x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]

@@ -38,8 +38,9 @@ SUMS = 8  # address of float64 partial sums, a row for each chunk
 FACTORS = 9  # address of float64 factors, a row of all tensors for each factor
 OPTIONS = 10  # address of float64 numbers that hold for all tensors
 ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
-BARRIER = 12  # address of the function in which threads wait for each other; zero: there is one
-PLACES = 13
+DONE = 12  # address of how many of its chunks have been looked at, for each tensor
+YIELD = 13  # address of the function that lets another thread run; zero: there is one thread
+PLACES = 14
 # Bytes of a line of the cache, and of a row of the table of chunks.
 LINE, CHUNK_ROW = 64, 48
 
@@ -119,13 +120,19 @@ def _call(builder: Any, address: Any) -> Any:
 # Calls the function of no arguments at an address.
 call = instruction(types.int64, types.int64, _call)
 pointer = instruction(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
-# The next number of a counter that threads share.
+# The next number of a counter that threads share. What a thread wrote before it counted is there
+# for one that has looked at the counter.
 fetch_next = instruction(
     types.int64,
     types.int64,
     lambda b, x: b.atomic_rmw(
-        "add", b.inttoptr(x, INT64.as_pointer()), ir.Constant(INT64, 1), "monotonic"
+        "add", b.inttoptr(x, INT64.as_pointer()), ir.Constant(INT64, 1), "release"
     ),
+)
+look_at = instruction(
+    types.int64,
+    types.int64,
+    lambda b, x: b.load_atomic(b.inttoptr(x, INT64.as_pointer()), "acquire", 8),
 )
 
 
@@ -199,6 +206,7 @@ def take_turn(block: Any, data: Any, turn: Any, counts: Any, types: Any, of_grad
             parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
             for i in range(len(parts)):
                 sums[place, i] += np.float64(parts[i])
+        fetch_next(args[DONE] + 8 * chunk[0])
 
 
 @block_of

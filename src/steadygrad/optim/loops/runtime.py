@@ -41,12 +41,19 @@ _SMALL = 32768
 
 
 class Table:
-    """Addresses and chunks of a batch's tensors, in the host's memory."""
+    """Addresses and chunks of a batch's tensors, or of some of them, in the host's memory."""
 
     def __init__(
-        self, sizes: Sequence[int], types: Types, states: int, rows: Sequence[int] = ()
+        self,
+        sizes: Sequence[int],
+        types: Types,
+        states: int,
+        rows: Sequence[int] = (),
+        members: Sequence[int] = (),
     ) -> None:
         self.types, self.lengths = types, np.asarray(sizes, np.int64)
+        # Places of the tensors in the batch.
+        self.members = np.array(members or range(len(sizes)))
         self.elements = int(self.lengths.sum())
         # A tensor without codes is one row.
         lines = np.array(rows or [2**40] * len(sizes), np.int64)
@@ -76,73 +83,76 @@ class Table:
         self.args[numbers.ADDRESSES] = self.addresses.ctypes.data
         self.args[numbers.FIELDS] = self.addresses.shape[1]
         self.args[numbers.SUMS] = self.partial_sums.ctypes.data
+        self.done = np.zeros(len(sizes), np.int64)
+        self.args[numbers.DONE] = self.done.ctypes.data
         self.zeros = np.zeros(pieces.max(initial=0))
         self.args[numbers.ZEROS] = self.zeros.ctypes.data
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
-        """Writes where large states lie, given as a list for each of them."""
-        for place, states in enumerate(moments):
-            self.addresses[:, STATES + place] = addresses_of(states)
+        """Writes where large states of the batch lie, given as a list for each of them."""
+        for place, states in enumerate(moments[: self.addresses.shape[1] - STATES]):
+            self.addresses[:, STATES + place] = addresses_of([states[i] for i in self.members])
 
-    def fill(
-        self, params: Sequence[Tensor], weights: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> None:
-        """Writes where all that may have moved lies now: local tensors; None: a zero gradient."""
-        present = [g for g in grads if g is not None]
-        rows = slice(None) if len(present) == len(grads) else [g is not None for g in grads]
-        self.addresses[:, GRAD] = 0
-        self.addresses[rows, GRAD] = addresses_of(present)
-        self.addresses[:, PARAM] = addresses_of(params)
-        own = self.addresses[:, PARAM]
-        self.addresses[:, WEIGHT] = own if weights is params else addresses_of(weights)
+    def fill(self, addresses: NDArray[np.int64], has_grad: NDArray[np.bool_]) -> None:
+        """Writes where all that may have moved lies now.
+
+        Addresses of gradients, zero for None, of parameters and of weights, ``(3, batch)``.
+        """
+        self.addresses[:, [GRAD, PARAM, WEIGHT]] = addresses[:, self.members].T
         if not self.addresses.all():
-            self._check_memory(rows)
-
-    def _check_memory(self, rows: slice | list[bool]) -> None:
-        """Raises InputError if a tensor with elements has no memory, and is no gradient of None."""
-        freed = (self.addresses == 0) & (self.lengths > 0)[:, None]
-        absent = np.ones(len(freed), bool)
-        absent[rows] = False
-        freed[absent, GRAD] = False
-        if freed.any():
+            freed = (self.addresses == 0) & (self.lengths > 0)[:, None]
+            freed[:, GRAD] &= has_grad[self.members]
+            if not freed.any():
+                return
             raise InputError(
                 "Expected parameters, gradients and states with memory. Found one that was freed. "
                 "Remedy: give it memory again before the step, or set a gradient to None."
             )
 
     def run(
-        self,
-        one: Pass,
-        by: Sequence[Tensor],
-        options: Sequence[float | Tensor],
-        sum_dtype: torch.dtype,
-        inverse_scale: Tensor | None,
-        seeds: Iterable[Tensor] = (),
-    ) -> Tensor | None:
-        """Runs a pass's loop on as many threads as torch uses.
-
-        A tensor takes part if its first factor is not zero; without any, if it has a gradient.
-
-        Returns:
-            This process's sums, with shape ``(rows, tensors)``; None without rows.
-        """
-        columns = (*by, *seeds) if len(by) else ()
-        factors = np.array([column.numpy() for column in columns], np.float64)
-        scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
-        given = [o.numpy() if isinstance(o, Tensor) else o for o in (*options, scale)]
-        numbers_of_all = np.array(given, np.float64)
+        self, one: Pass, factors: NDArray[np.float64], options: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Runs a pass's loop on as many threads as torch uses, and returns its sums."""
         starts, stops = self.turns[one.in_waves]
         counters = starts.copy()
         self.args[numbers.COUNTERS] = counters.ctypes.data + numbers.LINE
         self.args[numbers.STOPS], self.args[numbers.TURNS] = stops.ctypes.data, len(stops)
         self.partial_sums.fill(0.0)
+        self.done.fill(0)
         self.args[numbers.FACTORS] = factors.ctypes.data
-        self.args[numbers.OPTIONS] = numbers_of_all.ctypes.data
+        self.args[numbers.OPTIONS] = options.ctypes.data
         _run(_kernel_of(one, self.types).address, self.args, self.elements)
-        if not one.rows:
-            return None
-        sums = np.add.reduceat(self.partial_sums[:, : one.rows], self.firsts, axis=0)
-        return torch.from_numpy(sums.T).to(sum_dtype)
+        sums: NDArray[np.float64] = np.add.reduceat(self.partial_sums, self.firsts, axis=0)
+        return sums
+
+
+def run(
+    tables: Sequence[Table],
+    one: Pass,
+    by: Sequence[Tensor],
+    options: Sequence[float | Tensor],
+    sum_dtype: torch.dtype,
+    inverse_scale: Tensor | None,
+) -> Tensor | None:
+    """Runs a pass's loop over the tables of a batch.
+
+    A tensor takes part if its first factor is not zero; without any, if it has a gradient.
+
+    Returns:
+        This process's sums, with shape ``(rows, tensors)``; None without rows.
+    """
+    factors = np.array([column.numpy() for column in by], np.float64)
+    scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
+    given = [o.numpy() if isinstance(o, Tensor) else o for o in (*options, scale)]
+    numbers_of_all = np.array(given, np.float64)
+    if len(tables) == 1:
+        sums = tables[0].run(one, factors, numbers_of_all)
+    else:
+        sums = np.empty((sum(len(table.members) for table in tables), MOST_SUMS))
+        for table in tables:
+            own = np.ascontiguousarray(factors[..., table.members]) if len(by) else factors
+            sums[table.members] = table.run(one, own, numbers_of_all)
+    return torch.from_numpy(sums.T[: one.rows]).to(sum_dtype) if one.rows else None
 
 
 def _turns(starts: NDArray[Any], stops: NDArray[Any]) -> tuple[NDArray[np.int64], ...]:
@@ -226,23 +236,23 @@ def _team() -> Any:
     try:
         library = ctypes.CDLL(str(path))
         start, end = library.GOMP_parallel_start, library.GOMP_parallel_end
-        barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value
+        give_way = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
     start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     start.restype = end.restype = None
-    return start, end, barrier
+    return start, end, give_way
 
 
 def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock, on some number of elements."""
     threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
     kernel, place = _KERNEL(address), args.ctypes.data
-    args[numbers.BARRIER] = 0
+    args[numbers.YIELD] = 0
     if threads == 1 or was_forked() or (team := _team()) is None:
         kernel(place)
         return
-    start, end, args[numbers.BARRIER] = team
+    start, end, args[numbers.YIELD] = team
     # A team must come to its end wherever an interrupt may fall.
     try:
         start(address, place, threads)
