@@ -34,12 +34,12 @@ class Clipping:
 def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
     """Root of the sum of a group's terms, in float32 and with shape ``()``.
 
-    From :math:`r_i^2 |g_i|^2` of each parameter, and types and shapes. The original adds up
-    parameters of one shape in their own type, and these sums in float32, by the order of their
-    shapes. For float64 that is repeated: the threshold carries the rounding into later steps.
+    From :math:`r_i^2 |g_i|^2` of each parameter, and types and shapes, none but for float64. The
+    original adds up parameters of one shape in their own type, and these sums in float32, by the
+    order of their shapes. That is repeated: the threshold carries the rounding into later steps.
     """
-    if terms.dtype != torch.float64:
-        return terms.sum().sqrt()
+    if not shapes:
+        return terms.sum().sqrt().to(torch.float32)
     stacks: dict[tuple[Any, ...], list[Tensor]] = {}
     for term, shape in zip(terms.unbind(), shapes, strict=True):
         stacks.setdefault(shape, []).append(term)

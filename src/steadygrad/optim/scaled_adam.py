@@ -347,8 +347,8 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
         terms = terms[places.argsort()]
         on_host = [place for update in members for place in update.batch.places]
         params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
-    # Asked for in float64 only, and slow to gather.
-    shapes = [(str(p.dtype), *p.shape) for p in params] if terms.dtype is torch.float64 else []
+    has_float64 = any(update.batch.weights[0].dtype is torch.float64 for update in members)
+    shapes = [(str(p.dtype), *p.shape) for p in params] if has_float64 else []
     return clipping.total_norm(terms, shapes)
 
 

@@ -352,8 +352,8 @@ def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
     runtime._run(0, arguments, elements)
     team = threads_of_torch == 2 and elements > runtime._SMALL
     assert asked == ([2, "own", "end"] if team else ["own"])
-    # A thread alone has nobody to wait for.
-    assert arguments[numbers.BARRIER] == (1 if team else 0)
+    # A thread alone has nobody to give way to.
+    assert arguments[numbers.YIELD] == (1 if team else 0)
 
 
 def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad.optim import LANS
 from steadygrad.optim.layerwise_rule import LANS_PASSES
 from steadygrad.optim.loops.numbers import (
     BLOCK,
@@ -113,6 +114,23 @@ def test_sums_do_not_depend_on_the_number_of_threads():
     assert found[0].min() > 0
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_weights_move_by_the_sums_of_all_threads():
+    tensor, found = torch.randn(5 * CHUNK + 3, generator=torch.Generator().manual_seed(0)), []
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            p = tensor.clone().requires_grad_()
+            optimizer = LANS([p], lr=0.1, fused=True)
+            for _ in range(20):
+                p.grad = tensor + p.detach()
+                optimizer.step()
+            found.append(p.detach())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("states", [1, 3])
