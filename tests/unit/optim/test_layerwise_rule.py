@@ -42,7 +42,7 @@ def batch(x, g, m, v):
         for own in places
         if own
     ]
-    return SimpleNamespace(weights=x, grads=g, buckets=buckets, table=None, compiled=False)
+    return SimpleNamespace(weights=x, grads=g, buckets=buckets, tables=(), compiled=False)
 
 
 def factors_at(some, t, ok=True):

@@ -41,7 +41,7 @@ def batch(p, g, delta, v):
         Bucket([i], [p[i]], [g[i]], tuple([t[i]] for t in (delta, v))) for i in range(len(p))
     ]
     return SimpleNamespace(
-        weights=p, moments=(delta, v), buckets=buckets, table=None, compiled=False
+        weights=p, moments=(delta, v), buckets=buckets, tables=(), compiled=False
     )
 
 
