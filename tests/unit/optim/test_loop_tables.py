@@ -148,7 +148,7 @@ def test_any_number_of_large_states(states):
         types = kinds_of(*types)
 
         def kernel(data):
-            take_turn(block, data, 0, (0, 0), types, True)
+            take_turn(block, data, (0, 0), types, True)
 
         return kernel
 

@@ -25,16 +25,22 @@ from steadygrad.optim.loops.codes import (
     write,
 )
 from steadygrad.optim.loops.numbers import (
+    COUNTERS,
     DONE,
+    LINE,
     ROW,
     SEEDS,
     TURNS,
+    WAVES,
     YIELD,
     arguments,
+    array_at,
     arrays_at,
     block_of,
     call,
-    chunk_of,
+    chunk_at,
+    fetch_next,
+    go_over,
     is_code,
     kinds_of,
     look_at,
@@ -42,6 +48,7 @@ from steadygrad.optim.loops.numbers import (
     round_masters,
     source_of,
     state_at,
+    stop_of,
     sync_masters,
     take_turn,
     widen,
@@ -133,22 +140,22 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
 
 def moments_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
     """The loop that looks where the moments will be."""
-    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS
+    types = kinds_of(grad, weight, state, param, has_two)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(directions, data, 0 * source, counts, types, False)
+        take_turn(directions, data, counts, types, False)
 
     return kernel
 
 
 def weights_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
     """The loop that moves moments and weights."""
-    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
-    counts = COEFFICIENTS + SEEDS * is_code(state), OPTIONS
+    types = kinds_of(grad, weight, state, param, has_two)
+    counts = COEFFICIENTS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(move, data, 0 * source, counts, types, False)
+        take_turn(move, data, counts, types, False)
 
     return kernel
 
@@ -158,27 +165,43 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
 
     What the first pass over a wave has read is still in the caches in the second.
     """
-    source, types = SOURCE, kinds_of(grad, weight, state, param, has_two)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS
+    types = kinds_of(grad, weight, state, param, has_two)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
         args, table, sums, factors, given = arguments(data, counts[0], counts[1])
-        exact = types.exact
-        for turn in range(0 * source, args[TURNS], 2):
-            take_turn(directions, data, turn, counts, types, False)
-            while True:
-                place, chunk = chunk_of(args, turn + 1, table, factors, False)
-                if place < 0:
-                    break
-                # For this tensor only, whose last chunks other threads may work on: if all waited
-                # for all, one that does not get its core back soon would hold them up every time.
+        exact, turn, start, here, stop = types.exact, 0, 0, 0, 0
+        moves, again = False, False
+        while True:
+            if here == stop:
+                if again:
+                    # The wave once more, from the caches.
+                    here, moves, again = start, True, False
+                else:
+                    here = fetch_next(args[COUNTERS] + turn * LINE)
+                    is_wave = turn == args[TURNS]
+                    if here >= stop_of(args, turn):
+                        if is_wave:
+                            return
+                        turn, here = turn + 1, stop
+                        continue
+                    start, stop, moves, again = here, here + 1, turn % 2 == 1, is_wave
+                    if is_wave:
+                        ends = array_at(args[WAVES] + here * 16, 2, np.int64)
+                        start, here, stop, moves = ends[0], ends[0], ends[1], False
+            chunk = chunk_at(args, here)
+            row, by = table[chunk[0]], factors[:, chunk[0]]
+            if by[0] != 0.0 and not moves:
+                go_over(directions, args, row, chunk, by, given, types, sums[here])
+                fetch_next(args[DONE] + 8 * chunk[0])
+            elif by[0] != 0.0:
+                # Other threads may still work on the tensor's last chunks.
                 while look_at(args[DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
                     if args[YIELD] != 0:
                         call(args[YIELD])
                 x, m, g = 0.0, 0.0, 0.0
                 for k in range(chunk[3], chunk[4]):
                     x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]
-                by = factors[:, chunk[0]]
                 along_m, along_g, keep = lengths_of(
                     exact(x),
                     exact(m),
@@ -202,9 +225,7 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
                     by[-2],
                     by[-1],
                 )
-                row, stop = table[chunk[0]], chunk[1] + chunk[2]
-                for start in range(chunk[1], stop, chunk[5]):
-                    size = min(chunk[5], stop - start)
-                    move(args, row, start, size, found, given, types)
+                go_over(move, args, row, chunk, found, given, types, sums[here])
+            here += 1
 
     return kernel

@@ -27,8 +27,8 @@ GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
 COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
-STOPS = 1  # address of the chunk after the last of each turn
-TURNS = 2  # number of turns
+STOPS = 1  # address of the chunk after the last of each turn, then of the number of waves
+TURNS = 2  # number of turns; the next counter is that of waves
 CHUNK_TABLE = 3  # address of rows of tensor, first element, length, the tensor's chunks, a piece
 TENSORS = 4  # number of tensors
 ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
@@ -40,7 +40,8 @@ OPTIONS = 10  # address of float64 numbers that hold for all tensors
 ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
 DONE = 12  # address of how many of its chunks have been looked at, for each tensor
 YIELD = 13  # address of the function that lets another thread run; zero: there is one thread
-PLACES = 14
+WAVES = 14  # address of the first chunk of each wave and the one after its last
+PLACES = 15
 # Bytes of a line of the cache, and of a row of the table of chunks.
 LINE, CHUNK_ROW = 64, 48
 
@@ -48,8 +49,8 @@ LINE, CHUNK_ROW = 64, 48
 def source_of(*fields: tuple[str, ...]) -> int:
     """A number that changes with the sources of kernels and rules, and the names of factors.
 
-    Numba's cache checks a function's own file only. Kernels hold on to this number, so that they
-    are compiled anew when anything else that they are made of has changed.
+    Numba's cache checks a function's own file only. Kernels hold on to this number, beside the
+    counts of their factors, so that they are compiled anew when anything else has changed.
     """
     here = Path(__file__)
     files = here, here.with_name("codes.py"), here.parents[1] / "codes.py"
@@ -173,40 +174,49 @@ def arguments(data: Any, factors: Any, options: Any) -> Any:
 
 
 @block_of
-def chunk_of(args: Any, turn: Any, table: Any, factors: Any, of_gradients: Any) -> Any:
-    """The next chunk of a turn that is free: its place, negative if there is none, and its row.
+def chunk_at(args: Any, place: Any) -> Any:
+    """A row of the table of chunks."""
+    return array_at(args[CHUNK_TABLE] + place * CHUNK_ROW, 6, np.int64)
+
+
+@block_of
+def stop_of(args: Any, turn: Any) -> Any:
+    """Where a turn's counter ends."""
+    return array_at(args[STOPS] + turn * 8, 1, np.int64)[0]
+
+
+@block_of
+def go_over(
+    block: Any, args: Any, row: Any, chunk: Any, by: Any, given: Any, types: Any, sums: Any
+) -> Any:
+    """Calls a function with every piece of a chunk, and adds up what it returns.
+
+    It is ``block(args, row, first, size, by, given, types)``.
+    """
+    stop = chunk[1] + chunk[2]
+    for first in range(chunk[1], stop, chunk[5]):
+        parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
+        for i in range(len(parts)):
+            sums[i] += np.float64(parts[i])
+
+
+@block_of
+def take_turn(block: Any, data: Any, counts: Any, types: Any, of_gradients: Any) -> Any:
+    """Calls a function with every piece of all chunks that no other thread has taken.
 
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    stop = array_at(args[STOPS], turn + 1, np.int64)[turn]
-    while True:
-        place = fetch_next(args[COUNTERS] + turn * LINE)
-        row = array_at(args[CHUNK_TABLE] + place * CHUNK_ROW, 6, np.int64)
-        if place >= stop:
-            return np.int64(-1), row
-        there = of_gradients and table[row[0], GRAD] != 0
-        if there or (len(factors) > 0 and factors[0, row[0]] != 0.0):
-            return place, row
-
-
-@block_of
-def take_turn(block: Any, data: Any, turn: Any, counts: Any, types: Any, of_gradients: Any) -> Any:
-    """Calls a function with every block of a turn's chunks that no other thread has taken.
-
-    What ``block(args, row, first, size, by, given, types)`` returns is added up for each chunk.
-    """
     args, table, sums, factors, given = arguments(data, counts[0], counts[1])
     while True:
-        place, chunk = chunk_of(args, turn, table, factors, of_gradients)
-        if place < 0:
+        place = fetch_next(args[COUNTERS])
+        if place >= stop_of(args, 0):
             return
-        row, by, stop = table[chunk[0]], factors[:, chunk[0]], chunk[1] + chunk[2]
-        for first in range(chunk[1], stop, chunk[5]):
-            parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
-            for i in range(len(parts)):
-                sums[place, i] += np.float64(parts[i])
-        fetch_next(args[DONE] + 8 * chunk[0])
+        chunk = chunk_at(args, place)
+        there = of_gradients and table[chunk[0], GRAD] != 0
+        if there or (len(factors) > 0 and factors[0, chunk[0]] != 0.0):
+            row, by = table[chunk[0]], factors[:, chunk[0]]
+            go_over(block, args, row, chunk, by, given, types, sums[place])
 
 
 @block_of
@@ -347,6 +357,6 @@ def grad_kernel(*types: Any) -> Callable[[Any], None]:
     types = kinds_of(*types)
 
     def kernel(data: Any) -> None:
-        take_turn(squares, data, 0, (0, 0), types, True)
+        take_turn(squares, data, (0, 0), types, True)
 
     return kernel

@@ -34,8 +34,10 @@ from steadygrad.optim.passes import Pass, addresses_of
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
 CHUNK = 65536
-# Elements of a wave, if it has more than one tensor.
-WAVE = 2**19
+# Elements of a wave, if it has more than one tensor: what a core's own cache has room for.
+WAVE = 2**16
+# Waves for each thread, at least, if threads are to take them whole.
+SHARE = 8
 # Elements below which waking a second thread costs more than it saves.
 _SMALL = 32768
 
@@ -70,9 +72,7 @@ class Table:
         columns = [tensors, starts, parts, self.firsts[tensors], lasts[tensors], pieces[tensors]]
         # See `numbers.CHUNK_TABLE`.
         self.chunks = np.ascontiguousarray(np.stack(columns, axis=1))
-        # The first chunk of each turn and the one after its last; in waves there are two of each.
-        ends = np.repeat(lasts[_last_tensors(sizes)], 2)
-        self.turns = (_turns(np.zeros(1), lasts[-1:]), _turns(np.append([0, 0], ends[:-2]), ends))
+        self.plans: dict[tuple[bool, int], tuple[NDArray[np.int64], ...]] = {}
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.addresses[:, ROW] = lines
@@ -113,17 +113,48 @@ class Table:
         self, one: Pass, factors: NDArray[np.float64], options: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Runs a pass's loop on as many threads as torch uses, and returns its sums."""
-        starts, stops = self.turns[one.in_waves]
+        threads = _threads(self.elements)
+        starts, stops, waves = self._plan(one.in_waves, threads)
         counters = starts.copy()
         self.args[numbers.COUNTERS] = counters.ctypes.data + numbers.LINE
-        self.args[numbers.STOPS], self.args[numbers.TURNS] = stops.ctypes.data, len(stops)
+        self.args[numbers.STOPS], self.args[numbers.TURNS] = stops.ctypes.data, len(stops) - 1
+        self.args[numbers.WAVES] = waves.ctypes.data
         self.partial_sums.fill(0.0)
         self.done.fill(0)
         self.args[numbers.FACTORS] = factors.ctypes.data
         self.args[numbers.OPTIONS] = options.ctypes.data
-        _run(_kernel_of(one, self.types).address, self.args, self.elements)
+        _run(_kernel_of(one, self.types).address, self.args, threads)
         sums: NDArray[np.float64] = np.add.reduceat(self.partial_sums, self.firsts, axis=0)
         return sums
+
+    def _plan(self, in_waves: bool, threads: int) -> tuple[NDArray[np.int64], ...]:
+        """Counters of turns and where they end, and the first and last chunks of waves.
+
+        In waves a thread takes some tensors for itself, twice: the second time they are in its own
+        caches. What another core has read may be further away than the memory. Threads share large
+        tensors, each in two turns, before all waves.
+        """
+        if (plan := self.plans.get((in_waves, threads))) is None:
+            lasts, waves, total = np.append(self.firsts[1:], len(self.chunks)), [], WAVE
+            starts, stops = ([], []) if in_waves else ([0], [len(self.chunks)])
+            for size, *ends in (
+                zip(self.lengths, self.firsts, lasts, strict=True) if in_waves else ()
+            ):
+                if threads > 1 and size * SHARE * threads > self.elements:
+                    starts, stops, total = [*starts, *ends[:1] * 2], [*stops, *ends[1:] * 2], WAVE
+                elif total + size > WAVE:
+                    waves.append(ends)
+                    total = size
+                else:
+                    waves[-1][1], total = ends[1], total + size
+            # The largest first: threads come to their ends together.
+            waves.sort(key=lambda ends: self.chunks[slice(*ends), 2].sum(), reverse=True)
+            # Each counter in a line of the cache of its own, as every thread writes to it.
+            counters = np.zeros((len(starts) + 3, numbers.LINE // 8), np.int64)
+            counters[1:-2, 0] = starts
+            plan = counters, np.array([*stops, len(waves)], np.int64), np.array(waves, np.int64)
+            self.plans[in_waves, threads] = plan
+        return plan
 
 
 def run(
@@ -155,30 +186,11 @@ def run(
     return torch.from_numpy(sums.T[: one.rows]).to(sum_dtype) if one.rows else None
 
 
-def _turns(starts: NDArray[Any], stops: NDArray[Any]) -> tuple[NDArray[np.int64], ...]:
-    """Counters that begin at some chunks, and where they end."""
-    # Each in a line of the cache of its own, as every thread writes to it.
-    counters = np.zeros((len(starts) + 2, numbers.LINE // 8), np.int64)
-    counters[1:-1, 0] = starts
-    return counters, np.ascontiguousarray(stops, np.int64)
-
-
 def _piece(row: int) -> int:
     """Elements that are worked on at a time: of whole blocks of codes, so whole rows if it must."""
     if row % codes.BLOCK == 0:
         return numbers.BLOCK
     return max(1, numbers.BLOCK // row) * row
-
-
-def _last_tensors(sizes: Sequence[int]) -> list[int]:
-    """The last tensor of each wave: of as many as fit, or one."""
-    ends, total = [], 0
-    for place, size in enumerate(sizes):
-        if total and total + size > WAVE:
-            ends.append(place - 1)
-            total = 0
-        total += size
-    return [*ends, len(sizes) - 1]
 
 
 _NUMBERS = {
@@ -244,15 +256,21 @@ def _team() -> Any:
     return start, end, give_way
 
 
-def _run(address: int, args: NDArray[np.int64], elements: int) -> None:
-    """Runs a kernel to its end, without the interpreter's lock, on some number of elements."""
-    threads = min(torch.get_num_threads(), max(1, elements // _SMALL))
+def _threads(elements: int) -> int:
+    """How many threads work on some number of elements."""
+    if was_forked() or _team() is None:
+        return 1
+    return min(torch.get_num_threads(), max(1, elements // _SMALL))
+
+
+def _run(address: int, args: NDArray[np.int64], threads: int) -> None:
+    """Runs a kernel to its end, without the interpreter's lock."""
     kernel, place = _KERNEL(address), args.ctypes.data
     args[numbers.YIELD] = 0
-    if threads == 1 or was_forked() or (team := _team()) is None:
+    if threads == 1:
         kernel(place)
         return
-    start, end, args[numbers.YIELD] = team
+    start, end, args[numbers.YIELD] = _team()
     # A team must come to its end wherever an interrupt may fall.
     try:
         start(address, place, threads)

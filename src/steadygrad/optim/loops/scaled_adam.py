@@ -115,20 +115,20 @@ def moved(delta: Any, slope: Any, v: Any, size: Any, beta: Any, eps: Any, along_
 
 def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
     """The loop of the sums."""
-    source, types, counts = SOURCE, kinds_of(grad, weight, state, param), 1 + SEEDS * is_code(state)
+    types, counts = kinds_of(grad, weight, state, param), (1 + SEEDS * is_code(state), 0, SOURCE)
 
     def kernel(data: Any) -> None:
-        take_turn(sums, data, 0 * source, (counts, 0), types, True)
+        take_turn(sums, data, counts, types, True)
 
     return kernel
 
 
 def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
     """The loop of the update."""
-    source, types = SOURCE, kinds_of(grad, weight, state, param)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS
+    types = kinds_of(grad, weight, state, param)
+    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(update, data, 0 * source, counts, types, False)
+        take_turn(update, data, counts, types, False)
 
     return kernel
