@@ -60,9 +60,9 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
 
 def move_kernel(grad: Any, weight: Any, state: Any, param: Any, count: int) -> Any:
     """The loop for some types, with the number of factors."""
-    source, types = SOURCE, kinds_of(grad, weight, state, param)
+    types, counts = kinds_of(grad, weight, state, param), (count, OPTIONS, SOURCE)
 
     def kernel(data: Any) -> None:
-        take_turn(move, data, 0, (count, OPTIONS + 0 * source), types, False)
+        take_turn(move, data, counts, types, False)
 
     return kernel

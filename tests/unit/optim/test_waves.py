@@ -18,8 +18,8 @@ MAKERS = {
     "lamb": lambda p: LAMB(p, lr=0.01, max_grad_norm=1.0),
     "lamb without ratio": lambda p: LAMB(p, lr=0.01, adapt=False),
 }
-# One larger than a wave, several in one, one that is a wave's last.
-SIZES = (runtime.WAVE + 3, 1, 7, 300_000, runtime.WAVE - 300_000, 0, 65_537)
+# Two that threads share, several in one wave, one that is a wave's last.
+SIZES = (8 * runtime.WAVE + 3, 1, 7, 30_000, runtime.WAVE - 30_000, 0, 40_000, 65_537)
 
 
 def trained(make, dtype, steps=4):
@@ -63,10 +63,24 @@ def test_waves_do_not_depend_on_the_number_of_threads(threads):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_every_tensor_is_in_one_wave(monkeypatch):
+@pytest.mark.parametrize(
+    ("threads", "shared", "waves"),
+    [
+        (1, [], [[3, 4], [0, 2], [5, 7], [4, 5], [2, 3]]),
+        # More than a sixteenth of all elements.
+        (2, [0, 1, 3, 5], [[4, 5], [2, 3], [6, 7]]),
+    ],
+)
+def test_every_tensor_is_in_one_wave(threads, shared, waves, monkeypatch):
     monkeypatch.setattr(runtime, "WAVE", 10)
-    assert runtime._last_tensors([4, 6, 1, 30, 2, 9, 1]) == [1, 2, 3, 4, 6]
-    assert runtime._last_tensors([30]) == [0]
+    table = runtime.Table([4, 6, 1, 30, 2, 9, 1], (torch.float32,) * 4, 2)
+    counters, stops, found = table._plan(True, threads)
+    assert counters[1:-1, 0].tolist() == [*np.repeat(shared, 2), 0]
+    assert stops.tolist() == [*np.repeat(shared, 2) + 1, len(waves)]
+    assert found.tolist() == waves
+    # A pass is one turn.
+    counters, stops, found = table._plan(False, threads)
+    assert (counters[1, 0], stops.tolist(), len(found)) == (0, [7, 0], 0)
 
 
 @njit
