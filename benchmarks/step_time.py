@@ -121,7 +121,7 @@ def draw(found: dict[str, dict[str, Timing]], path: Path) -> None:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, some) in zip(panels, found.items(), strict=True):
-        ours = ["LANS(fused=True)", "LAMB(fused=True)", "ScaledAdam(fused=True)"]
+        ours = [key for key in some if "torch" not in key and "fused=True" in key]
         keys = [*ours, *(key for key in some if key not in ours)][::-1]
         ratios = [some[key].ratio for key in keys]
         bars = axes.barh(keys, ratios, color=["C0" if key in ours else "0.7" for key in keys])

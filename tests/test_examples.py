@@ -26,6 +26,7 @@ EXPECTED = {
     "my_hf_task.py": "",
     "my_lora_task.py": "290 of 1443 weights are trained",
     "policy_gradient.py": "A mean of means",
+    "compute_copy.py": "gradients 2.00, masters 4.00, moments 2.04",
     "cpu_offload.py": "states on cpu",
     "reshard.py": "loaded on 3 processes: |momentum| 0.522710",
     "my_optimizer.py": "steps of Lion",

@@ -28,11 +28,16 @@ from tests.distributed.ranks import on_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-TYPES = {"float32": MixedPrecisionPolicy(), "bfloat16": HALF}
+# Types of the shards, and the policy.
+TYPES = {
+    "float32": (torch.float32, MixedPrecisionPolicy()),
+    "bfloat16": (torch.float32, HALF),
+    "masters": (torch.bfloat16, HALF),
+}
 
 
-def trained(policy, precision, maker, mode, world):
-    model = shard_fsdp(net(), offload_policy=policy, mp_policy=precision)
+def trained(policy, types, maker, mode, world):
+    model = shard_fsdp(net().to(types[0]), offload_policy=policy, mp_policy=types[1])
     optimizer, norms = maker(model.parameters(), **mode), []
     noise = NoiseScale(model, samples=BATCH // world)
     watch = GradientWatch(model)
@@ -55,10 +60,10 @@ def everything(rank, world):
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name, maker in MAKERS.items():
         for kind, mode in MODES.items():
-            for numbers, precision in TYPES.items():
+            for numbers, types in TYPES.items():
                 offload = CPUOffloadPolicy(pin_memory=False)
                 rows = [
-                    trained(policy, precision, maker, mode, world)
+                    trained(policy, types, maker, mode, world)
                     for policy in (OffloadPolicy(), offload)
                 ]
                 (model, optimizer, noise, norms), (other, offloaded, *numbers_there) = rows
