@@ -82,15 +82,9 @@ def new_group(ranks: Sequence[int], spanning: Sequence[Group], device: torch.dev
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train one model together.
+    """The processes that train one model together."""
 
-    Attributes:
-        kind: ``"single"``, ``"ddp"`` or ``"fsdp"``: how the gradients are reduced; or ``"all"``.
-        group: Their process group.
-        size: Number of processes.
-    """
-
-    kind: str = "single"
+    kind: str = "single"  # how gradients are reduced: also "ddp" and "fsdp"; or "all"
     group: Group = None
     size: int = 1
 
@@ -216,7 +210,19 @@ def data_parallel_world(model: nn.Module) -> World:
         return World()
     sharded = next(fsdp_modules(model), None) is not None
     for name, parameter in model.named_parameters():
-        _refuse_other_shards(name, parameter, sharded)
+        if not isinstance(parameter, DTensor):
+            continue
+        # FSDP2 shards the last dimension of its mesh; HSDP replicates over one before it.
+        *before, last = parameter.placements
+        by_samples = isinstance(last, Shard) and all(isinstance(p, Replicate) for p in before)
+        whole = parameter.device_mesh.size() == dist.get_world_size()
+        if not (sharded and by_samples and len(before) <= 1 and whole):
+            raise InputError(
+                "Expected parameters sharded by fully_shard alone, over all "
+                f"{dist.get_world_size()} processes. Found {name!r} with {parameter.placements} on "
+                f"a mesh of {tuple(parameter.device_mesh.shape)}. Remedy: tensor parallelism is "
+                "not supported here; measure a copy of the run without it."
+            )
     for module in model.modules():
         if (group := _replicated_over(module)) is not None:
             return World("ddp", group, dist.get_world_size(group))
@@ -245,19 +251,3 @@ def _replicated_over(module: nn.Module) -> Group:
     mesh = state._init_kwargs.get("device_mesh")
     group = mesh.get_group() if mesh is not None else state._init_kwargs.get("process_group")
     return group or dist.group.WORLD
-
-
-def _refuse_other_shards(name: str, parameter: nn.Parameter, sharded: bool) -> None:
-    """FSDP2 shards the last dimension of its mesh; HSDP replicates over one before it."""
-    if not isinstance(parameter, DTensor):
-        return
-    *before, last = parameter.placements
-    data_parallel = isinstance(last, Shard) and all(isinstance(p, Replicate) for p in before)
-    whole = parameter.device_mesh.size() == dist.get_world_size()
-    if not (sharded and data_parallel and len(before) <= 1 and whole):
-        raise InputError(
-            f"Expected parameters sharded by fully_shard alone, over all {dist.get_world_size()} "
-            f"processes. Found {name!r} with {parameter.placements} on a mesh of "
-            f"{tuple(parameter.device_mesh.shape)}. Remedy: tensor parallelism is not supported "
-            "here; measure a copy of the run without it."
-        )

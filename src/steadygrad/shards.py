@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ from steadygrad.numerics import exact
 _WHOLE = checkpoints.StateDictOptions(full_state_dict=True)
 # Axes of a mesh.
 Axes = tuple[int, ...]
-# A column of a collective, the part of its group that this is, of how many, a factor for copies.
-Slot = tuple[int, int, int, float]
+# A column, its place in a collective, its share of the sum there, and in how many shards it lies.
+Slot = tuple[int, int, float, int]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -87,12 +87,6 @@ def aligned(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if same else tensor.redistribute(placements=like.placements)
 
 
-def is_on_mesh_of(tensor: Tensor, like: Tensor) -> bool:
-    """Whether :func:`shared_out` can lay a tensor out: it is plain, or on the other's mesh."""
-    mesh = getattr(like, "device_mesh", None)
-    return not isinstance(tensor, DTensor) or tensor.device_mesh == mesh
-
-
 def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
     """:func:`aligned`, or a part of a plain tensor, which is whole and alike on every process."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
@@ -147,23 +141,30 @@ class PackedSum:
         peers = {mesh: _peers(mesh, some) for mesh, some in axes.items()}
         widest = {mesh: _widest(ranks, peers) for mesh, ranks in peers.items()}
         slots: dict[DeviceMesh, list[Slot]] = defaultdict(list)
+        widths: dict[DeviceMesh, int] = defaultdict(int)
         for column, (mesh, some) in split.items():
             shards = math.prod(mesh.size(axis) for axis in some)
             joined, part, parts = widest[mesh]
-            slots[joined].append((column, part, parts, shards * parts / len(peers[joined])))
+            # Parts may hold different tensors: each has its own place.
+            share = shards * parts / len(peers[joined])
+            slots[joined].append((column, widths[joined] + part, share, shards))
+            widths[joined] += parts
         device = next((params[i].device for i in split), torch.device("cpu"))
         # Of each parameter in the joint sums, which all collectives add up one after the other.
         self._weights = torch.ones(len(params), dtype=exact(device), device=device)
-        self._lanes = []
+        self._lanes: list[tuple[Group, Tensor, Tensor, int]] = []
         for mesh, own in slots.items():
             if (size := len(peers[mesh])) > 1:
                 factors = [1 / size] * len(params)
-                for column, _, parts, share in own:
-                    factors[column] = share / parts
+                for column, _, _, shards in own:
+                    factors[column] = shards / size
                 self._weights *= self._weights.new_tensor(factors)
                 group = _group(mesh, tuple(sorted(axes[mesh])), dist.group.WORLD)
-                # The flag comes last.
-                self._lanes.append(Lane(group, [*own, (len(params), 0, 1, 1.0)], self._weights))
+                own.append((len(params), widths[mesh], 1.0, 1))  # the flag
+                index = torch.tensor([slot[:2] for slot in own], device=device).T
+                # A third in float32 is not one in float64.
+                shares = self._weights.new_tensor([slot[2] for slot in own])
+                self._lanes.append((group, index, shares, widths[mesh] + 1))
         self.collectives = len(self._lanes)
 
     def of_all(self, columns: Tensor) -> Tensor:
@@ -207,8 +208,12 @@ class PackedSum:
         if flag is not None:
             packed[0, -1] = flag.to(packed)
         means = joint @ self._weights
-        for lane in self._lanes:
-            means = lane(packed, means)
+        for group, (own, slots), shares, width in self._lanes:
+            sent = packed.new_zeros(rows, width)
+            sent[:, slots] = packed[:, own] * shares
+            flat = add_up(torch.cat([sent.flatten(), means]), [group])
+            packed[:, own] = flat[: sent.numel()].view_as(sent)[:, slots]
+            means = flat[sent.numel() :]
         totals = [packed[:, place].to(own) for place, own in zip(places, columns, strict=True)]
         return totals, packed[0, -1] != 0, means
 
@@ -277,36 +282,12 @@ def _widest(
     return max(found, key=lambda one: one[0])[1:]
 
 
-class Lane:
-    """One collective of a group, whose parts may hold different tensors: each has its own place."""
-
-    def __init__(self, group: Group, slots: Sequence[Slot], like: Tensor) -> None:
-        columns, part, parts, shares = zip(*slots, strict=True)
-        *firsts, self._width = accumulate(parts, initial=0)
-        places = [first + own for first, own in zip(firsts, part, strict=True)]
-        self._group = group
-        self._columns, self._places = torch.tensor([columns, places], device=like.device)
-        # A third in float32 is not one in float64.
-        self._shares = like.new_tensor(shares)
-
-    def __call__(self, packed: Tensor, means: Tensor) -> Tensor:
-        """Adds up ``packed`` in place, and returns the sum of ``means``."""
-        sent = packed.new_zeros(len(packed), self._width)
-        sent[:, self._places] = packed[:, self._columns] * self._shares
-        flat = add_up(torch.cat([sent.flatten(), means]), [self._group])
-        packed[:, self._columns] = flat[: sent.numel()].view_as(sent)[:, self._places]
-        return flat[sent.numel() :]
-
-
 class PartialGradients:
     """Adds up gradients that are partial sums: one collective for all of one type.
 
     Sequence parallelism leaves the gradients of whole parameters, a norm's gain, as partial sums.
     Before the first step all processes of a mesh agree on which these are: from then on a process
     without such a gradient adds zeros. One that is partial later must be so on all of them.
-
-    Args:
-        params: The parameters, those of a mesh in an order that is the same on all processes.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:

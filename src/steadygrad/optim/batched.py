@@ -11,7 +11,7 @@ from torch import Tensor
 from steadygrad._checks import InputError, check_choice
 from steadygrad.optim.checks import dense_gradient
 from steadygrad.optim.state import TypeKeepingOptimizer, names_of
-from steadygrad.shards import aligned, is_sharded, local
+from steadygrad.shards import aligned, as_shard, local
 
 
 @dataclass(eq=False)
@@ -135,7 +135,11 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                 kinds.setdefault((part.shape, part.dtype, part.device), []).append(i)
         batches = []
         for places in kinds.values():
-            grads = [local(aligned(dense_gradient(params[i], names[i]), params[i])) for i in places]
+            found = [dense_gradient(params[i], names[i]) for i in places]
+            grads = [
+                torch.zeros_like(parts[i]) if g is None else local(aligned(g, params[i]))
+                for i, g in zip(places, found, strict=True)
+            ]
             batch = Batch(
                 torch.stack([parts[i] for i in places]),
                 torch.stack(grads),
@@ -145,9 +149,9 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                 tuple(params[i].grad is not None for i in places),
             )
             states = [self.state[p] for p in batch.params]
-            known = {name: None for state in states for name in state}
+            known = dict.fromkeys(name for state in states for name in state)
             is_new = not known or any(len(state) < len(known) for state in states)
-            initial = dict(self.init_state(batch)) if is_new else {}
+            initial = self.init_state(batch) if is_new else {}
             for name, value in initial.items():
                 _check_rows(f"state[{name!r}]", value, (len(batch),))
             for name in {**known, **initial}:
@@ -168,7 +172,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
                     # Where the address stays, a captured CUDA graph stays right.
                     local(kept).copy_(row)
                 else:
-                    state[name] = _laid_out_as(p, row.clone())
+                    is_part = row.ndim and row.shape == local(p.detach()).shape
+                    state[name] = as_shard(row.clone(), p, p.shape) if is_part else row.clone()
 
     @torch.no_grad()
     def _fill_state(self) -> None:
@@ -176,17 +181,6 @@ class BatchedOptimizer(TypeKeepingOptimizer):
             if not all(self.state[p] for p in group["params"]):
                 for batch in self._collect(group, none_grads="zero"):
                     self._store(batch)
-
-
-def _laid_out_as(parameter: Tensor, row: Tensor) -> Tensor:
-    """The row as it is, or as this process's part of a DTensor laid out as the parameter."""
-    if not is_sharded(parameter) or row.shape != local(parameter.detach()).shape or not row.ndim:
-        return row
-    sharded: Any = parameter.detach()
-    mesh, placements, shape = sharded.device_mesh, sharded.placements, sharded.shape
-    return type(sharded).from_local(  # type: ignore[no-any-return]
-        row, mesh, placements, run_check=False, shape=shape, stride=sharded.stride()
-    )
 
 
 def _check_rows(what: str, value: object, shape: tuple[int, ...]) -> None:

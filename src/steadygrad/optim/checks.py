@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_number
-from steadygrad.shards import local
 
 # Types of parameters.
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,21 +56,22 @@ def check_switch(name: str, value: Any, choices: tuple[bool | None, ...]) -> Non
 
 def check_lr(lr: Any) -> None:
     """Raises InputError unless a learning rate can be used; reads no tensor of an accelerator."""
-    if not isinstance(lr, Tensor):
-        # Numbers of numpy are no Python ones, but schedules compute with them.
-        is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
-        check_number("lr", lr.item() if is_scalar else lr, low=0)
-        return
-    plain = not lr.is_nested and lr.layout is torch.strided and not lr.is_meta
-    # A schedule writes into it, and an integer would be cut off to 0.
-    if not plain or lr.numel() != 1 or not lr.dtype.is_floating_point:
-        raise InputError(
-            "Parameter `lr` should be a number, or a dense floating tensor of one element. Found "
-            f"{lr.numel()} of {lr.dtype}, {lr.layout}, on {lr.device}. Remedy: torch.tensor(0.1)."
-        )
-    if lr.device.type == "cpu":  # elsewhere reading it would wait for the device
+    if isinstance(lr, Tensor):
+        plain = not lr.is_nested and lr.layout is torch.strided and not lr.is_meta
+        # A schedule writes into it, and an integer would be cut off to 0.
+        if not plain or lr.numel() != 1 or not lr.dtype.is_floating_point:
+            raise InputError(
+                "Parameter `lr` should be a number, or a dense floating tensor of one element. "
+                f"Found {lr.numel()} of {lr.dtype}, {lr.layout}, on {lr.device}. "
+                "Remedy: torch.tensor(0.1)."
+            )
+        if lr.device.type != "cpu":
+            return
         # `.numpy()` reads the host's memory; `float(lr)` would count as waiting for a device.
-        check_number("lr", lr.detach().to(torch.float64).numpy().item(), low=0)
+        lr = lr.detach().to(torch.float64).numpy().reshape(())
+    # Numbers of numpy are no Python ones, but schedules compute with them.
+    is_scalar = hasattr(lr, "item") and getattr(lr, "ndim", 1) == 0
+    check_number("lr", lr.item() if is_scalar else lr, low=0)
 
 
 def check_names(group: Mapping[str, Any], options: Collection[str]) -> None:
@@ -117,13 +117,6 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
         remedy = "parameter.to_dense()"
-    elif parameter.numel() and any(
-        stride == 0 and size > 1
-        for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
-    ):
-        remedy = "parameter.clone(), as elements share memory here"
-    elif parameter.is_inference():
-        remedy = "build the model outside of torch.inference_mode()"
     if remedy:
         raise InputError(
             "Expected dense parameters of a real floating type that can be written to. Found "
@@ -132,13 +125,10 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         )
 
 
-def dense_gradient(parameter: Tensor, name: str = "") -> Tensor:
-    """A parameter's gradient, which must not be sparse; a zero that takes no memory for None."""
+def dense_gradient(parameter: Tensor, name: str = "") -> Tensor | None:
+    """A parameter's gradient, which must not be sparse."""
     gradient = parameter.grad
-    if gradient is None:
-        own = local(parameter.detach())
-        return own.new_zeros(()).expand(own.shape)
-    if gradient.layout != torch.strided:
+    if gradient is not None and gradient.layout != torch.strided:
         whose = f" for {name!r}" if name else ""
         raise InputError(
             f"Expected dense gradients. Found {gradient.layout}{whose}. Remedy: sparse=False in "

@@ -66,7 +66,10 @@ def clip(
     norms = torch.where(seen, norm.to(known.norms), known.norms)
     threshold, clipped = known.threshold, known.clipped
     early = [n for n in EARLY if n < period and not original]
-    due = taken & _is_due(step, period, early)
+    due = step % period == 0
+    for count in early:
+        due = due | (step == count)
+    due = due & taken
     if may_hold(due):
         ordered = norms.sort().values.to(threshold.dtype)
         threshold = torch.where(due, _threshold(ordered, step, scale, early), threshold)
@@ -76,15 +79,6 @@ def clip(
     # Without a threshold infinity over an infinite norm is no number.
     factor = torch.where(taken & (threshold < torch.inf), factor, 1.0)
     return Clipping(norms, threshold, clipped + (factor < 1)), factor
-
-
-def _is_due(step: Tensor, period: int, early: Sequence[int]) -> Tensor:
-    """Whether a step takes a threshold."""
-    due = step % period == 0
-    if early and may_hold(step <= early[-1]):
-        for count in early:
-            due = due | (step == count)
-    return due
 
 
 def _threshold(ordered: Tensor, step: Tensor, scale: float, early: Sequence[int]) -> Tensor:

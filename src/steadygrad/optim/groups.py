@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,13 +49,10 @@ def param_groups(
       ``"*.bias"`` every bias but one of the outermost module, which is called ``"bias"``.
     - Where **several patterns** match a parameter their options are merged; of one option the last
       pattern's value holds.
-    - A parameter's own **``opt_args``**, a dict set on it as an attribute, goes before all
-      patterns; a value of None there counts as absent. Set it after ``fully_shard`` and after
-      copying the model: neither hands attributes on.
     - **``lr_mult`` and ``wd_mult``** multiply the parameter's learning rate and weight decay: what
-      a pattern or ``opt_args`` says, else the arguments ``lr`` and ``weight_decay``. They do not
-      multiply each other. The groups hold the products; schedules scale them as they do any
-      group's learning rate.
+      a pattern says, else the arguments ``lr`` and ``weight_decay``. They do not multiply each
+      other. The groups hold the products; schedules scale them as they do any group's learning
+      rate.
     - **Tied parameters** come once, under their first name. **Frozen** ones (``requires_grad`` is
       false now) are left out: add them with ``add_param_group`` when you thaw them.
     - **Wrappers**: patterns need not know of ``module.`` (DDP), ``_orig_mod.`` (torch.compile) and
@@ -85,7 +83,16 @@ def param_groups(
             'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
         )
     for pattern, wanted in options.items():
-        _check_wanted(f"the pattern {pattern!r}", wanted)
+        names = wanted if isinstance(wanted, Mapping) else [None]
+        # torch's groups hold these beside options.
+        if not all(isinstance(n, str) and n not in ("params", "param_names") for n in names):
+            raise InputError(
+                f"Expected a mapping from names of options to values for the pattern {pattern!r}, "
+                f"without params and param_names. Found {wanted!r}. "
+                'Remedy: {"weight_decay": 0.0}.'
+            )
+        for name in {*_MULTIPLIERS} & {*wanted}:
+            check_number(name, wanted[name], low=0)
         if not any(entry.matches(pattern) for entry in named):
             _report_unmatched(pattern, named, strict)
     trained = [entry for entry in named if entry.parameter.requires_grad]
@@ -94,22 +101,18 @@ def param_groups(
             f"Expected a parameter that requires a gradient. Found none among {len(named)}. "
             "Remedy: requires_grad_() before the groups are built."
         )
-    groups: list[tuple[Options, list[_Named]]] = []
+    bases = {"lr": lr, "weight_decay": weight_decay}
+    groups: list[tuple[Options, dict[str, Any]]] = []
     for entry in trained:
-        wanted = _options_of(entry, options)
+        some = (own for pattern, own in options.items() if entry.matches(pattern))
+        wanted = dict(chain.from_iterable(own.items() for own in some))
         # Tensors are alike where they are the same one: to compare them would read them.
         key = {n: (Tensor, id(v)) if isinstance(v, Tensor) else v for n, v in wanted.items()}
         if not any(known == key for known, _ in groups):
-            groups.append((key, []))
-        next(members for known, members in groups if known == key).append(entry)
-    bases = {"lr": lr, "weight_decay": weight_decay}
-    return [
-        {
-            "params": [(entry.name, entry.parameter) for entry in members],
-            **_resolve(members[0].name, _options_of(members[0], options), bases),
-        }
-        for _, members in groups
-    ]
+            groups.append((key, {"params": [], **_resolve(entry.name, wanted, bases)}))
+        group = next(group for known, group in groups if known == key)
+        group["params"].append((entry.name, entry.parameter))
+    return [group for _, group in groups]
 
 
 def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
@@ -137,19 +140,6 @@ def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_
     ]
 
 
-def _check_wanted(whose: str, wanted: Any) -> None:
-    names = wanted if isinstance(wanted, Mapping) else [None]
-    # torch's groups hold these beside options.
-    if not all(isinstance(n, str) and n not in ("params", "param_names") for n in names):
-        raise InputError(
-            f"Expected a mapping from names of options to values for {whose}, without params and "
-            f'param_names. Found {wanted!r}. Remedy: {{"weight_decay": 0.0}}.'
-        )
-    for name in _MULTIPLIERS:
-        if wanted.get(name) is not None:
-            check_number(name, wanted[name], low=0)
-
-
 def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
     tied = [(e.aliases[0], n) for e in named for n in e.aliases[1:] if fnmatchcase(n, pattern)]
     if tied:
@@ -164,19 +154,6 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
     if strict:
         raise InputError(f"{message} Remedy: fix or drop it, or pass strict=False.")
     warnings.warn(f"{message} Remedy: fix or drop it.", stacklevel=3)
-
-
-def _options_of(entry: _Named, options: Mapping[str, Options]) -> dict[str, Any]:
-    """One parameter's options, multipliers not yet applied."""
-    wanted: dict[str, Any] = {}
-    for pattern, some in options.items():
-        if entry.matches(pattern):
-            wanted.update(some)
-    own = getattr(entry.parameter, "opt_args", None)
-    if own is not None:
-        _check_wanted(f"`opt_args` of {entry.name!r}", own)
-        wanted.update({name: value for name, value in own.items() if value is not None})
-    return wanted
 
 
 def _resolve(first: str, wanted: Options, bases: Options) -> dict[str, Any]:

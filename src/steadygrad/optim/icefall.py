@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from steadygrad._checks import InputError
 from steadygrad.optim.state import StateField, check_outline
 
@@ -50,34 +48,24 @@ def _unstack_group(
     shared: dict[str, Any] = {}
     for members in stacks.values():
         first, stack = indices[members[0]], state.get(indices[members[0]], {})
-        _check_delta(stack, (len(members), *group["params"][members[0]].shape), first)
+        shape = (len(members), *group["params"][members[0]].shape)
+        if (delta := getattr(stack.get("delta"), "shape", None)) != shape:
+            raise InputError(
+                f"Expected a `delta` of shape {shape} at parameter {first} of the checkpoint. "
+                f"Found {delta and tuple(delta)}. Remedy: a checkpoint of icefall's ScaledAdam for "
+                "this very model, with its parameters in the order that the optimizer got them in."
+            )
         for name in set(stack) & set(fields):
             field, value = fields[name], stack[name]
-            if field.length and len(value) != group[field.length]:
-                raise InputError(
-                    f"Expected a `{name}` of {group[field.length]} steps, this optimizer's "
-                    f"`{field.length}`. Found {len(value)}. Remedy: {field.length}={len(value)}."
-                )
             if field.shared:
                 shared[name] = value
                 continue
             for row, place in enumerate(members):
-                found[place][name] = value if name == "step" else _row(value, row, field)
+                if name == "step":
+                    found[place][name] = value
+                elif field.elementwise:
+                    found[place][name] = value[row]
+                else:
+                    part = value[:, row].reshape(-1) if field.length else value[row].reshape(())
+                    found[place][name] = part
     return [{**one, **shared} for one in found]
-
-
-def _row(stack: Tensor, row: int, field: StateField) -> Tensor:
-    """One parameter's part of a stack."""
-    if field.elementwise:
-        return stack[row]
-    return stack[:, row].reshape(-1) if field.length else stack[row].reshape(())
-
-
-def _check_delta(stack: Mapping[str, Any], shape: tuple[int, ...], index: int) -> None:
-    found = getattr(stack.get("delta"), "shape", None)
-    if found != shape:
-        raise InputError(
-            f"Expected a `delta` of shape {shape} at parameter {index} of the checkpoint. Found "
-            f"{found and tuple(found)}. Remedy: a checkpoint of icefall's ScaledAdam for this very "
-            "model, with its parameters in the order that the optimizer got them in."
-        )

@@ -31,16 +31,15 @@ from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
 
 class LayerwiseOptimizer(ShardedOptimizer):
-    """An optimizer with a trust ratio for each layer, and two sums over shards a step.
-
-    A subclass says by which factor a gradient is scaled before all else.
-    """
+    """An optimizer with a trust ratio for each layer, and two sums over shards a step."""
 
     _fields: Mapping[str, StateField] = {**ADAM_FIELDS, **scales_of("exp_avg", "exp_avg_sq")}
     _passes: LayerwisePasses
     _directions: Pass
     # Names in reports of the ratios to each direction's norm.
     _ratios: tuple[str, ...] = ("trust_ratio",)
+    # Whether each gradient is divided by its norm.
+    _normalizes = False
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -52,31 +51,39 @@ class LayerwiseOptimizer(ShardedOptimizer):
             )
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        low, high = _bounds(group)
-        for name in ("lower_bound", "upper_bound"):
-            if group[name] is not None:
-                check_number(name, group[name], low=0)
-        if low is not None and high is not None and low > high:
-            raise InputError(
-                "Parameter `lower_bound` should be at most `upper_bound`. "
-                f"Found {low} and {high}. Remedy: exchange them."
-            )
+        high = _or(group["upper_bound"], math.inf)
+        if group["upper_bound"] is not None:
+            check_number("upper_bound", high, low=0)
+        if group["lower_bound"] is not None:
+            check_number("lower_bound", group["lower_bound"], low=0, high=high)
+        for name in ("clip_value", "max_grad_norm"):
+            if group.get(name) is not None:
+                check_number(name, group[name], low=0, low_open=True)
+        check_switch("adapt", group.get("adapt", True), (True, False))
 
     def _gradient_scales(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> Sequence[Tensor]:
+    ) -> list[Tensor]:
         """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
 
-        From sums of each over all shards, the first row of squared gradients, and the joint sums of
-        :meth:`_joint_terms`, if all processes had to agree on them.
+        From sums of each over all shards, the first row of squared gradients, and the joint sum of
+        all of them, if all processes had to agree on it.
         """
-        raise NotImplementedError
-
-    def _joint_terms(
-        self, batches: Sequence[ParamBatch], sums: Sequence[Tensor]
-    ) -> Sequence[tuple[int | slice, Tensor]]:
-        """Local parts of a norm of several parameters; none if there is no such norm."""
-        return ()
+        if self._normalizes:
+            return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+        parts = [
+            torch.where(b.taken, sums[0], 0.0).to(b.exact).sum().to(norms[0].device)
+            for b, sums in zip(batches, norms, strict=True)
+        ]
+        # No parts are left in a report without gradients.
+        square = torch.stack(parts).sum() if parts else torch.zeros(())
+        norm = (square if joint is None else joint[0]).sqrt()
+        scales = []
+        for b in batches:
+            bound = _or(b.group["max_grad_norm"], math.inf)
+            sign = torch.full((), b.sign, dtype=b.exact, device=b.device)
+            scales.append(sign / (norm.to(b.device) / bound).clamp(min=1.0))
+        return scales
 
     def _needed(self) -> Sequence[Pass]:
         squares, moments, weights, both = self._passes
@@ -84,8 +91,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
+        pairs = [*zip(batches, sums, strict=True)]
         norms, ok, joint = self._first_sums(
-            batches, sums, terms=lambda: self._joint_terms(batches, sums)
+            batches, sums, terms=lambda: [(0, own[0].to(batch.exact)) for batch, own in pairs]
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
@@ -110,17 +118,16 @@ class LayerwiseOptimizer(ShardedOptimizer):
         work = []
         scales = self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
-            group, clip_value = batch.group, batch.group.get("clip_value")
-            (beta1, beta2), (low, high) = group["betas"], _bounds(group)
+            group, (beta1, beta2) = batch.group, batch.group["betas"]
             options = Options(
                 beta1,
                 beta2,
                 group["eps"],
                 group["weight_decay"],
-                math.inf if clip_value is None else clip_value,
+                _or(group.get("clip_value"), math.inf),
                 batch.lr,
-                0.0 if low is None else low,
-                math.inf if high is None else high,
+                _or(group["lower_bound"], 0.0),
+                _or(group["upper_bound"], math.inf),
                 group.get("adapt", True),
             )
             work.append((batch, factors(scale, batch.steps, batch.taken, options), options))
@@ -132,13 +139,12 @@ class LayerwiseOptimizer(ShardedOptimizer):
         batches = [batch for _, batch in owners]
         for batch, sums in zip(batches, norms, strict=True):
             batch.taken = batch.has_grad & torch.isfinite(sums[0])
-        own = [self._directions(*one) for one in self._work(batches, norms, None)]
+        work = self._work(batches, norms, None)
+        own = [self._directions(*one) for one in work]
         totals = self._sums(batches, own, 1 + len(self._ratios))
-        for (report, batch), directions in zip(owners, totals, strict=True):
+        for (report, _), (batch, _, options), directions in zip(owners, work, totals, strict=True):
             weight, *lengths = directions.sqrt().unbind()
-            low, high = _bounds(batch.group)
-            if low is not None or high is not None:
-                weight = weight.clamp(low, high)
+            weight = weight.clamp(options.low, options.high)
             for name, length in zip(self._ratios, lengths, strict=True):
                 report.add(name, batch, trust_ratio(weight, length))
 
@@ -146,14 +152,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
 class LANS(LayerwiseOptimizer):
     r"""Layer-wise adaptive Nesterov-like steps with block-normalised gradients.
 
-    .. math::
-        x \leftarrow x - \eta\, \phi(\|x\|) \left( \frac{\beta_1}{\|u_m\|}\, u_m
-            + \frac{1 - \beta_1}{\|u_g\|}\, u_g \right)
-
-    with :math:`u_m` Adam's direction and :math:`u_g` that of the gradient alone, both from
-    gradients divided by their block's norm; see :mod:`steadygrad.optim.layerwise_rule`. A block is
-    a parameter. The length of a step is the weight's norm times the learning rate, whatever the
-    gradient's scale: clipping by the global norm and loss scales change nothing.
+    See :mod:`steadygrad.optim.layerwise_rule` for the rule, in which a block is a parameter. The
+    length of a step is the weight's norm times the learning rate, whatever the gradient's scale:
+    clipping by the global norm and loss scales change nothing.
 
     Two packed collectives a step where parameters are sharded, none elsewhere. A block whose
     gradient is zero decays and its moments fade; one whose weight is zero takes ratio 1.
@@ -190,7 +191,7 @@ class LANS(LayerwiseOptimizer):
     """
 
     _passes, _directions = LANS_PASSES, LANS_DIRECTIONS
-    _ratios = ("trust_ratio", "gradient_trust_ratio")
+    _ratios, _normalizes = ("trust_ratio", "gradient_trust_ratio"), True
 
     def __init__(
         self,
@@ -212,28 +213,15 @@ class LANS(LayerwiseOptimizer):
     ) -> None:
         super().__init__(params, options_of(locals()))
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        if group["clip_value"] is not None:
-            check_number("clip_value", group["clip_value"], low=0, low_open=True)
-
-    def _gradient_scales(
-        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> list[Tensor]:
-        return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
-
 
 class LAMB(LayerwiseOptimizer):
     r"""Layer-wise adaptive moments for batch training.
 
-    .. math:: x \leftarrow x - \eta\, \frac{\phi(\|x\|)}{\|u\|}\, u
-
-    with :math:`u` AdamW's direction, weight decay included; see
+    AdamW's direction, weight decay included, as long as the layer's weight: see
     :mod:`steadygrad.optim.layerwise_rule`. A layer is a parameter.
 
-    Two packed collectives a step where parameters are sharded, none elsewhere. A layer whose
-    weight or direction is zero takes ratio 1. A step with a non-finite gradient changes nothing and
-    is counted in ``skipped``. A gradient of None leaves its parameter and state alone, as in torch.
+    A layer whose weight or direction is zero takes ratio 1. Collectives and gradients that are not
+    finite or None: as in :class:`LANS`.
 
     Args:
         params: Parameters, named parameters, or groups of either.
@@ -278,40 +266,6 @@ class LAMB(LayerwiseOptimizer):
     ) -> None:
         super().__init__(params, options_of(locals()))
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        if group["max_grad_norm"] is not None:
-            check_number("max_grad_norm", group["max_grad_norm"], low=0, low_open=True)
-        check_switch("adapt", group["adapt"], (True, False))
 
-    def _joint_terms(
-        self, batches: Sequence[ParamBatch], sums: Sequence[Tensor]
-    ) -> list[tuple[int | slice, Tensor]]:
-        if all(group["max_grad_norm"] is None for group in self.param_groups):
-            return []
-        return [(0, own[0].to(b.exact)) for b, own in zip(batches, sums, strict=True)]
-
-    def _gradient_scales(
-        self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> list[Tensor]:
-        # Divided first: each of them may be finite and their sum not.
-        count = len(self._params)
-        parts = [
-            (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
-            for b, sums in zip(batches, norms, strict=True)
-        ]
-        # No parts are left in a report without gradients.
-        mean = torch.stack(parts).sum() if parts else torch.zeros(())
-        norm = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
-        scales = []
-        for b in batches:
-            bound = b.group["max_grad_norm"]
-            scale = torch.full((), b.sign, dtype=b.exact, device=b.device)
-            if bound is not None:
-                scale = scale / (norm.to(b.device) / bound).clamp(min=1.0)
-            scales.append(scale)
-        return scales
-
-
-def _bounds(group: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    return group["lower_bound"], group["upper_bound"]
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

@@ -1,6 +1,5 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,13 +156,11 @@ class ScaledAdam(ShardedOptimizer):
         """
         own = self.state_dict()
         found = unstack(state_dict, self.param_groups, self._fields)
-        # Without the scales of moments that are numbers now.
-        states = {
-            i: {k: v for k, v in own["state"][i].items() if k.removesuffix(EXPONENTS) not in state}
-            | state
-            for i, state in enumerate(found)
-        }
-        self.load_state_dict({**own, "state": states})
+        for i, state in enumerate(found):
+            # Moments are numbers now, without scales.
+            kept = {k: v for k, v in own["state"][i].items() if not k.endswith(EXPONENTS)}
+            own["state"][i] = kept | state
+        self.load_state_dict(own)
         # icefall's clipping goes by the steps of a parameter.
         for group in self.param_groups:
             members = [self.state[p] for p in group["params"]]
@@ -177,14 +174,13 @@ class ScaledAdam(ShardedOptimizer):
         work = [ScaledAdamStep(batch) for batch in batches]
         own = [one.local_sums() for one in work]
         places = {id(group): place for place, group in enumerate(self.param_groups)}
-        clips = any(group["clipping_scale"] is not None for group in self.param_groups)
 
         def terms() -> list[tuple[slice, Tensor]]:
             found = []
-            for u, first_sums in zip(work if clips else (), own, strict=False):
-                parts = u.norm_terms(first_sums[0].to(u.batch.exact))
-                first = 2 * places[id(u.group)]
-                rows = torch.stack([parts, u.batch.in_step.to(parts)])
+            for one, sums in zip(work, own, strict=True):
+                parts = one.norm_terms(sums[0].to(one.batch.exact))
+                first = 2 * places[id(one.group)]
+                rows = torch.stack([parts, one.batch.in_step.to(parts)])
                 found.append((slice(first, first + 2), rows))
             return found
 
@@ -213,7 +209,9 @@ class ScaledAdamStep:
     sums: Tensor
 
     def __init__(self, batch: ParamBatch) -> None:
-        self.batch, self.group, self.rule = batch, batch.group, _rule(batch)
+        self.batch, self.group = batch, batch.group
+        original = self.group["recipe"] == "stateless7"
+        self.rule = rule_of.Rule(*[batch.lr, *(self.group[name] for name in _RULE), original])
         self.is_scalar = "param_rms" not in batch.columns
         self.step = batch.steps
         # The weights of a frozen parameter are not read: its step stays zero.
@@ -256,7 +254,9 @@ class ScaledAdamStep:
             known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
             move = torch.zeros_like(known.rms)
             if self.is_sized:
-                known, move = self._size_step(known, scale)
+                gradient = (self.sums[1] * scale).to(batch.state_dtype)
+                rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
+                known, move = rule_of.size_step(known, gradient, rms, self.step, batch.taken, rule)
             factors = known.rms, move
         by = rule_of.step_scales(self.step, factors, in_update, batch.taken, rule)
         products = rule_of.update(batch, by, rule.update_options(is_scalar=self.is_scalar))[0]
@@ -272,12 +272,6 @@ class ScaledAdamStep:
                 batch.store("param_rms", known.rms)
                 batch.store("scale_exp_avg_sq", known.mean_square)
 
-    def _size_step(self, known: rule_of.Sizes, scale: Tensor) -> tuple[rule_of.Sizes, Tensor]:
-        batch = self.batch
-        gradient = (self.sums[1] * scale).to(batch.state_dtype)
-        rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
-        return rule_of.size_step(known, gradient, rms, self.step, batch.taken, self.rule)
-
 
 def clip_factors(
     work: Sequence[ScaledAdamStep],
@@ -291,49 +285,37 @@ def clip_factors(
     ``joint`` has each group's squared norm and the number of its parameters that are worked on,
     with shape ``(2 * groups)``, where all processes had to agree on them.
     """
-    members: dict[int, list[ScaledAdamStep]] = defaultdict(list)
-    for update in work:
-        members[id(update.group)].append(update)
     factors: dict[int, Tensor] = {}
     for place, group in enumerate(groups):
-        own = members[id(group)]
         if group["clipping_scale"] is None or not group["params"]:
             continue
+        members = [step for step in work if step.group is group]
         if joint is not None:
             # Also where this process works on none of them: the memory is the whole group's.
             square, count = joint[2 * place : 2 * place + 2]
             norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
-        elif own:
-            norm, seen = _norm(own), ok
+        elif members:
+            norm, seen = _norm(members), ok
         else:
             continue
         # The first parameter's copy is what counts; one on a device without work falls behind.
-        copies = [states[group["params"][0]], *(u.batch.states[0] for u in own)]
-        factors[id(group)] = _clip(group, copies, norm, seen)
+        copies = [states[group["params"][0]], *(step.batch.states[0] for step in members)]
+        own, seen = copies[0], seen.to(copies[0][CLOCK].device)
+        known, factors[id(group)] = clipping.clip(
+            clipping.Clipping(*(own[name] for name in CLIPPING)),
+            norm.to(own["model_norms"]),
+            own[CLOCK],
+            seen,
+            scale=group["clipping_scale"],
+            original=group["recipe"] == "stateless7",
+        )
+        values = dict(zip(CLIPPING, vars(known).values(), strict=True))
+        values[CLOCK] = own[CLOCK] + seen
+        # One on each device.
+        for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
+            for name, value in values.items():
+                state[name].copy_(value)
     return factors
-
-
-def _clip(
-    group: Mapping[str, Any], copies: Sequence[Mapping[str, Tensor]], norm: Tensor, ok: Tensor
-) -> Tensor:
-    """Remembers a group's norm in all copies of its memory and returns the factor."""
-    own = copies[0]
-    device = own[CLOCK].device
-    known, factor = clipping.clip(
-        clipping.Clipping(*(own[name] for name in CLIPPING)),
-        norm.to(own["model_norms"]),
-        own[CLOCK],
-        ok.to(device),
-        scale=group["clipping_scale"],
-        original=group["recipe"] == "stateless7",
-    )
-    values = dict(zip(CLIPPING, vars(known).values(), strict=True))
-    values[CLOCK] = own[CLOCK] + ok.to(device)
-    # One on each device.
-    for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
-        for name, value in values.items():
-            state[name].copy_(value)
-    return factor
 
 
 def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
@@ -350,8 +332,3 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
     has_float64 = any(update.batch.weights[0].dtype is torch.float64 for update in members)
     shapes = [(str(p.dtype), *p.shape) for p in params] if has_float64 else []
     return clipping.total_norm(terms, shapes)
-
-
-def _rule(batch: ParamBatch) -> rule_of.Rule:
-    is_original = batch.group["recipe"] == "stateless7"
-    return rule_of.Rule(*[batch.lr, *(batch.group[name] for name in _RULE), is_original])

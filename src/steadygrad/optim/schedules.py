@@ -19,13 +19,8 @@ class _FactorLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Learning rates for the batch to come, one a group."""
-        found, factor = len(self.optimizer.param_groups), self._factor()
-        if found != len(self.base_lrs):
-            raise InputError(
-                f"Expected {len(self.base_lrs)} parameter groups, as when the schedule was made. "
-                f"Found {found}. Remedy: make the schedule after `add_param_group`."
-            )
-        return [base * factor for base in self.base_lrs]
+        factor, groups = self._factor(), self.optimizer.param_groups
+        return [base * factor for base, _ in zip(self.base_lrs, groups, strict=True)]
 
     def _write(self) -> None:
         """Sets learning rates without counting a batch."""
@@ -118,9 +113,9 @@ class Eden(_FactorLR):
                            \min\Bigl(1, s + (1 - s) \tfrac{b}{b_w}\Bigr)
 
     Call ``step()`` once an optimizer step and ``step_epoch()`` once an epoch; a loop of icefall's
-    calls ``step_batch()`` instead, before the optimizer's step. Unlike in icefall the learning rate
-    is warmed up from construction on, not from the first ``step()``, and the base learning rates
-    are part of the state.
+    calls ``step_batch(batch)`` instead, before the optimizer's step. Unlike in icefall the learning
+    rate is warmed up from construction on, not from the first ``step()``, and the base learning
+    rates are part of the state.
 
     Args:
         optimizer: The optimizer; each group's learning rate now is its base, :math:`\eta`. Tensor
@@ -168,20 +163,10 @@ class Eden(_FactorLR):
             return by_batch * by_epoch
         return by_batch * by_epoch * (start + (1 - start) * batch / self.warmup_batches)
 
-    def step_batch(self, batch: float | None = None) -> None:
-        """Counts a batch as icefall does, before the optimizer's step, or sets the count.
-
-        Args:
-            batch: Batches so far, over all epochs. None: one more than before.
-        """
-        count = self.last_epoch + 1 if batch is None else check_number("batch", batch, low=0)
-        self._count(int(count))
+    def step_batch(self, batch: float) -> None:
+        """Sets the number of batches so far, over all epochs, before the optimizer's step."""
+        self.last_epoch = int(check_number("batch", batch, low=0))
         self._write()
-
-    def _count(self, batches: int) -> None:
-        self.last_epoch = batches
-        # Avoids torch's warning about a scheduler step before the first optimizer step.
-        self._step_count = batches + 1
 
     def step_epoch(self, epoch: float | None = None) -> None:
         """Sets the epoch and the learning rate that goes with it; counts no batch.
@@ -196,20 +181,12 @@ class Eden(_FactorLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state, of this schedule or of icefall's, which has two counters only.
 
-        The base learning rates are then what the optimizer has as ``base_lr`` in its groups, else
-        those that this schedule was made with; the learning rates are set at once.
-
         Args:
             state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
         """
-        if "batch" not in state_dict or "last_epoch" in state_dict:
+        if "last_epoch" in state_dict:
             super().load_state_dict(state_dict)
             return
-        # Icefall counts before the optimizer's step, and saves after it: that batch is done.
-        self._count(state_dict["batch"] + 1)
         self.epoch = state_dict["epoch"]
-        groups = self.optimizer.param_groups
-        self.base_lrs = [
-            group.get("base_lr", base) for group, base in zip(groups, self.base_lrs, strict=True)
-        ]
-        self._write()
+        # Icefall counts before the optimizer's step, and saves after it: that batch is done.
+        self.step_batch(state_dict["batch"] + 1)

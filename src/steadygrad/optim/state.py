@@ -5,7 +5,6 @@ Checkpoints are then the same before the first step as after it, on every proces
 would lose what it is there for.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, shown
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.checks import TYPES, check_names, check_options, check_parameter
+from steadygrad.optim.checks import check_names, check_options, check_parameter
 from steadygrad.optim.codes import (
     EXPONENTS,
     FIRST,
@@ -32,16 +31,12 @@ from steadygrad.optim.codes import (
     seeds_at,
     shape_of,
 )
-from steadygrad.shards import as_shard, is_on_mesh_of, is_sharded, local, shared_out
+from steadygrad.shards import as_shard, is_sharded, local, shared_out
 
 Options = Mapping[str, Any]
 
 # Name of the float32 master of a 16-bit parameter, which holds the digits that the weight cannot.
 MASTER = "master_weight"
-# Types that a state can be loaded from.
-_REAL = (*TYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# States that count steps.
-_COUNTS = ("step", "skipped", "clipping_step")
 LARGEST = torch.finfo(torch.float64).max
 
 
@@ -81,7 +76,7 @@ ADAM_FIELDS = {
 
 def scales_of(*moments: str) -> dict[str, StateField]:
     """States for the scales of moments that may be kept in eight bits."""
-    scale = StateField(dtype=torch.uint8, low=LOW, high=HIGH, initial=LOW)
+    scale = StateField(dtype=torch.uint8, low=LOW, high=HIGH)
     return {name + EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
@@ -151,7 +146,7 @@ class TypeKeepingOptimizer(Optimizer):
             rest = {**given["state"]}
             # Options that are newer than the state dict, as in torch.
             groups = [{**self.defaults, **group} for group in given["param_groups"]]
-            _check_order(*(_all_names(some) for some in (self.param_groups, groups)))
+            _check_order(self.param_groups, groups)
             # torch itself refuses other numbers of groups and parameters.
             for own, group in zip(self.param_groups, groups, strict=False):
                 if "state_dtype" in own:
@@ -181,9 +176,6 @@ class TypeKeepingOptimizer(Optimizer):
 
     def _check_state(self, parameter: Tensor, group: Options, state: dict[str, Any]) -> None:
         """Raises InputError if a parameter cannot have a state that was saved with a group."""
-        for name, value in self.state.get(parameter, {}).items():
-            if getattr(value, "shape", None) == parameter.shape:
-                _check_shape(name, state.get(name, value), parameter.shape, "the parameter's ")
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
         """A loaded tensor as it is kept."""
@@ -220,22 +212,22 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         is_code = name + EXPONENTS in self._fields and is_coded(parameter, group)
         return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
 
-    def _new_state(self, parameter: Tensor, group: Options, *, shared: bool) -> dict[str, Tensor]:
-        """A parameter's own state before its first step, masters aside, or its group's."""
+    def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
+        """A parameter's state before its first step, masters aside."""
         found = {}
         for name, field in self._fields.items():
-            if field.shared is shared and not (field.sized_only and parameter.numel() == 1):
-                dtype, device = self._dtype_of(name, parameter, group), parameter.device
-                shape = field.shape(parameter, group)
-                if field.elementwise:
-                    dtype = self._kept_as(name, parameter, group)
-                    found[name] = torch.zeros_like(parameter, dtype=dtype)
-                elif not field.scales:
-                    found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
-                elif is_coded(parameter, group):
+            dtype, device = self._dtype_of(name, parameter, group), parameter.device
+            shape = field.shape(parameter, group)
+            if field.elementwise:
+                dtype = self._kept_as(name, parameter, group)
+                found[name] = torch.zeros_like(parameter, dtype=dtype)
+            elif field.scales:
+                if is_coded(parameter, group):
                     own = len(local(parameter)), shape[1]
                     scales = torch.full(own, LOW, dtype=dtype, device=device)
                     found[name] = as_shard(scales, parameter, shape)
+            elif not (field.sized_only and parameter.numel() == 1):
+                found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
         return found
 
     def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
@@ -267,25 +259,19 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         names = [name for name, field in self._fields.items() if field.shared]
         for group in self.param_groups:
             shared: dict[torch.device, dict[str, Any]] = {}
-            for p in group["params"]:
+            # Those with a state first: what is shared on a device is what the first one has.
+            for p in sorted(group["params"], key=lambda p: not self.state[p]):
                 state = self.state[p]
                 if not state:
                     exact(p.device)  # Found out now, because a compiler would trace the attempt.
-                    state.update(self._new_state(p, group, shared=False))
+                    state.update(self._new_state(p, group))
                 ensure_master(p, state, group)
                 self._bring_into_form(p, group, state)
                 for name, value in state.items():
                     # ZeroRedundancyOptimizer puts what it loads on the host.
                     if value.device != p.device and not value.ndim:
                         state[name] = value.to(p.device)
-                if not shared.get(p.device):
-                    shared[p.device] = {name: state[name] for name in names if name in state}
-            # Every parameter of a group and device sees the same shared tensors.
-            for p in group["params"]:
-                own = shared[p.device]
-                if len(own) < len(names):
-                    own.update({**self._new_state(p, group, shared=True), **own})
-                self.state[p].update(own)
+                state.update(shared.setdefault(p.device, {name: state[name] for name in names}))
         known = {p for group in self.param_groups for p in group["params"]}
         if len(self.state) > len(known):
             for p in [p for p in self.state if p not in known]:
@@ -331,24 +317,21 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             )
         for name in (expected | {MASTER, *scales}) & {*state}:
             field, value = self._field(name), state[name]
-            whose = "the parameter's " if field.elementwise else ""
-            _check_shape(name, value, field.shape(parameter, group), whose)
+            if value.shape != (shape := field.shape(parameter, group)):
+                whose = "the parameter's " if field.elementwise else ""
+                raise _damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
             # Codes without scales, or scales of numbers, would be taken for what they are not.
-            if name + EXPONENTS in self._fields or field.scales:
-                is_code = name in scales or name + EXPONENTS in state
-                if is_code is not (value.dtype is torch.uint8):
-                    kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                    raise _damaged(name, f"of {kind}", f"{value.dtype}")
-            low, high = field.low, field.high
-            if name + EXPONENTS in state:
-                low, high = 0.0, 255.0
-            elif not field.scales:
-                # In the type that it is kept in, a larger number would be infinite.
-                most = torch.finfo(self._dtype_of(name, parameter, group)).max
-                low, high = max(low, -most), high if math.isinf(high) else most
-            _check_values(name, value, low, high)
+            is_code = name in scales or name + EXPONENTS in state
+            if is_code is not (value.dtype is torch.uint8):
+                kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
+                raise _damaged(name, f"of {kind}", f"{value.dtype}")
+            if not is_code or field.scales:
+                # In the type that it is kept in, where a larger number is infinite.
+                own = local(value).detach().to(self._dtype_of(name, parameter, group))
+                _check_values(name, own, field)
             is_shared_out = field.elementwise or field.scales
-            if is_sharded(value) and not (is_shared_out and is_on_mesh_of(value, parameter)):
+            mesh = getattr(parameter, "device_mesh", None)
+            if is_sharded(value) and not (is_shared_out and value.device_mesh == mesh):
                 raise InputError(
                     f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
                     f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor()."
@@ -382,18 +365,16 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
         )
 
 
-def _all_names(groups: Sequence[Options]) -> list[str]:
-    """Names of the parameters of all groups that have names."""
-    return [name for group in groups for name in group.get("param_names") or ()]
-
-
-def _check_order(names: list[str], saved: list[str]) -> None:
+def _check_order(groups: Sequence[Options], saved: Sequence[Options]) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
-    if names != saved and sorted(names) == sorted(saved):
-        pairs = enumerate(zip(names, saved, strict=True))
-        place, (name, other) = next(pair for pair in pairs if len({*pair[1]}) > 1)
+    names, others = (
+        [name for group in some for name in group.get("param_names") or ()]
+        for some in (groups, saved)
+    )
+    if names != others and sorted(names) == sorted(others):
+        name, other = next(pair for pair in zip(names, others, strict=True) if len({*pair}) > 1)
         raise InputError(
-            f"Expected the state of {name!r} at place {place}. Found that of {other!r}. "
+            f"Expected the state of {name!r} in its place. Found that of {other!r}. "
             "Remedy: build the optimizer from the parameters in the order of the state dict."
         )
 
@@ -405,33 +386,22 @@ def _as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
-        if is_dense and (parameter.is_meta or not value.is_meta):
+        if is_dense and not value.is_complex() and (parameter.is_meta or not value.is_meta):
             return value
     raise _damaged(name, "that is a number, or a dense tensor with values", shown(value))
 
 
-def _check_shape(name: str, value: Tensor, shape: Sequence[int], whose: str) -> None:
-    if value.shape != shape:
-        raise _damaged(name, f"with {whose}shape {tuple(shape)}", tuple(value.shape))
-
-
-def _check_values(name: str, value: Tensor, low: float, high: float) -> None:
-    own, wrong = local(value).detach(), ""
-    if value.dtype not in _REAL:
-        wrong = f"{value.dtype}"
-    elif own.numel() and not own.is_meta:
-        least, largest = (float(x) for x in torch.aminmax(own))
+def _check_values(name: str, value: Tensor, field: StateField) -> None:
+    if value.numel() and not value.is_meta:
+        least, largest = (float(x) for x in torch.aminmax(value))
         # A comparison with NaN is false.
-        if not low <= least <= largest <= high:
-            wrong = f"values from {least:g} to {largest:g}"
-        elif name in _COUNTS and largest != int(largest):
-            wrong = f"{largest:g}, which is no whole number"
-    if wrong:
-        raise _damaged(name, f"of numbers from {low:g} to {high:g}", wrong)
+        if not field.low <= least <= largest <= field.high:
+            wanted = f"of numbers from {field.low:g} to {field.high:g}"
+            raise _damaged(name, wanted, f"values from {least:g} to {largest:g}")
 
 
 def _damaged(name: str, expected: str, found: Any) -> InputError:
     return InputError(
         f"Expected a `{name}` {expected}. Found {found}. Remedy: load a state dict that is not "
-        "damaged, of a model with the same parameters in the same order."
+        "damaged, of an optimizer with the same periods and parameters, in the same order."
     )

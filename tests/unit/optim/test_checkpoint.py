@@ -227,7 +227,7 @@ def test_names_in_another_order_are_refused(make):
     named = {name: torch.ones(shape).requires_grad_() for name, shape in shapes.items()}
     optimizer = make(named.items())
     other = make([(name, named[name].detach().clone().requires_grad_()) for name in "bac"])
-    with pytest.raises(ValueError, match=r"'a' at place 0\. Found that of 'b'"):
+    with pytest.raises(ValueError, match=r"'a' in its place\. Found that of 'b'"):
         optimizer.load_state_dict(other.state_dict())
     renamed = make([(f"module.{name}", p) for name, p in named.items()])
     renamed.state[named["a"]]["step"].fill_(5)

@@ -45,15 +45,6 @@ def test_a_state_past_the_range_of_its_type_is_refused(kind, mode):
 
 
 @every
-def test_a_fraction_of_a_step_is_refused(kind):
-    _, optimizer = stepped(kind)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"] = torch.tensor(2.5)
-    with pytest.raises(InputError, match="whole"):
-        optimizer.load_state_dict(saved)
-
-
-@every
 def test_a_group_that_fails_for_any_reason_leaves_nothing_behind(kind, monkeypatch):
     _p, optimizer = stepped(kind)
     other = nn.Parameter(torch.ones(3))

@@ -92,20 +92,11 @@ def test_the_star_crosses_dots_and_case_counts():
     assert options_of(groups, "A.weight") == {"y": 1, "z": 1}
 
 
-def test_opt_args_win_over_patterns_and_none_counts_as_absent():
-    model = Model()
-    model.head.bias.opt_args = {"weight_decay": 0.7, "lr": None}
-    groups = param_groups(model, {"*.bias": {"weight_decay": 0.0, "lr": 0.1}})
-    assert options_of(groups, "head.bias") == {"weight_decay": 0.7, "lr": 0.1}
-    assert options_of(groups, "encoder.0.bias") == {"weight_decay": 0.0, "lr": 0.1}
-
-
 def test_multipliers():
-    model = Model()
-    model.scale.opt_args = {"lr_mult": 3.0}
     groups = param_groups(
-        model,
+        Model(),
         {
+            "scale": {"lr_mult": 3.0},
             "encoder.*": {"lr_mult": 0.5, "wd_mult": 2.0},
             "encoder.1.*": {"lr_mult": 0.25},
             "encoder.2.*": {"lr": 0.5},
@@ -230,13 +221,6 @@ def test_bad_models(model, message):
 def test_bad_options(options, message):
     with pytest.raises(InputError, match=message):
         param_groups(Model(), options, lr=1.0)
-
-
-def test_bad_opt_args():
-    model = Model()
-    model.scale.opt_args = 0.1
-    with pytest.raises(InputError, match=r"`opt_args` of 'scale'.* Found 0\.1"):
-        param_groups(model)
 
 
 def test_a_name_with_brackets_is_a_pattern_of_itself():

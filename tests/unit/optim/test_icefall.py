@@ -112,7 +112,7 @@ def test_another_period_is_refused(option):
     golden, saved, parameters = start("zipformer")
     options = {**golden.config["kwargs"], option: 7}
     optimizer = ScaledAdam(parameters.values(), **options)
-    with pytest.raises(InputError, match=rf"of 7 steps.*Remedy: {option}=(4|10)\."):
+    with pytest.raises(InputError, match=r"shape \(7,\)\. Found \((4|10),\).*the same periods"):
         optimizer.load_icefall_state_dict(saved)
 
 
