@@ -70,7 +70,6 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/step_time_cuda.py --save
 	$(BIN)/python benchmarks/step_growth.py --save
 	$(BIN)/python benchmarks/state_codes.py --save
-	$(BIN)/python benchmarks/eight_bits_train.py --save
 	$(BIN)/python benchmarks/loop_overheads.py --save
 	$(BIN)/python benchmarks/balance_overhead.py --save
 	$(BIN)/python benchmarks/scaler_overhead.py --save

@@ -5,18 +5,16 @@ has worse neighbours. Both kinds of states then train at that rate on the same f
 with `compare`'s schedule. As they share the rate, its choice adds no variance to their difference.
 
 Run: python benchmarks/eight_bits_train.py [--tasks char-lm] [--optimizers lans] [--seeds 10]
-    [--save]
 """
 
 import argparse
-import datetime
 import math
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from side_by_side import hardware, save
+from side_by_side import hardware
 
 from steadygrad.optim.codes import is_coded
 from steadygrad.studies.compare.optimizers import Entry, entries_of
@@ -42,8 +40,7 @@ def train(trainer: Trainer, entry: Entry, lr: float, seed: int) -> float:
         trainer.restart(seed)
         trainer.seed_everything("run", seed)
         order = main_order(len(task.train), trainer.seed, seed)
-        for _ in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
-            pass
+        list(trainer.run(order, 0, samples, size, rate=Rate(total=samples)))
         return trainer.evaluate()
     except Diverged:
         return math.inf
@@ -59,25 +56,24 @@ def pairs(trainer: Trainer, entry: Entry, seeds: int) -> tuple[float, np.ndarray
         losses |= {octave: train(trainer, entry, entry.lr * 2.0**octave, 0) for octave in missing}
         best = min(losses, key=losses.__getitem__)
     lr, coded = entry.lr * 2.0**best, replace(entry, make=partial(entry.make, state_dtype="8bit"))
-    rows = [[train(trainer, e, lr, 1 + i) for e in (entry, coded)] for i in range(seeds)]
-    return lr, np.array(rows)
+    kinds, fresh = (entry, coded), range(1, 1 + seeds)
+    return lr, np.array([[train(trainer, kind, lr, seed) for kind in kinds] for seed in fresh])
 
 
-def table(trainer: Trainer, found: dict[str, tuple[float, np.ndarray]], family: int) -> list[str]:
-    task, params = trainer.task, list(trainer.model.parameters())
-    coded = sum(p.numel() for p in params if is_coded(p, {"state_dtype": "8bit"}))
-    count = sum(p.numel() for p in params)
-    head = f"{task.name}, {STEPS[task.name]:,} steps: {coded / count:.1%} of {count:,} are coded"
-    lines = ["", f"{head}.", "", f"| {HEAD} |", "| --- " * 6 + "|"]
-    judged = compare_pairs([x[:, 1] - x[:, 0] for _, x in found.values()], family=family)
-    for (name, (lr, x)), d in zip(found.items(), judged, strict=True):
-        mean = x[:, 0].mean()
-        lines.append(
-            f"| {name} | {lr:.3g} | {mean:.4g}, {x[:, 0].std(ddof=1):.2g} | {d.mean:+.2g} "
-            f"({d.confidence:.1%}: {d.low:+.2g} to {d.high:+.2g}) | {d.low / mean:+.2%} to "
-            f"{d.high / mean:+.2%} | {d.verdict} |"
-        )
-    return lines
+def judge(trainer: Trainer, names: list[str], seeds: int) -> None:
+    """Prints a task's table; Holm's rule is over its optimizers."""
+    name, sizes = trainer.task.name, {p: p.numel() for p in trainer.model.parameters()}
+    coded = sum(size for p, size in sizes.items() if is_coded(p, {"state_dtype": "8bit"}))
+    entries = entries_of(Settings(optimizers=",".join(names)), trainer.task)
+    rates, losses = zip(*(pairs(trainer, entries[key], seeds) for key in names), strict=True)
+    share = f"{coded / sum(sizes.values()):.1%} of {sum(sizes.values()):,} are coded"
+    print(f"\n{name}, {STEPS[name]:,} steps: {share}.\n\n| {HEAD} |\n{'| --- ' * 6}|")
+    judged = compare_pairs([x[:, 1] - x[:, 0] for x in losses])
+    for key, lr, x, d in zip(names, rates, losses, judged, strict=True):
+        mean, spread = x[:, 0].mean(), x[:, 0].std(ddof=1)
+        apart = f"{d.mean:+.2g} ({d.confidence:.1%}: {d.low:+.2g} to {d.high:+.2g})"
+        part = f"{d.low / mean:+.2%} to {d.high / mean:+.2%}"
+        print(f"| {key} | {lr:.3g} | {mean:.4g}, {spread:.2g} | {apart} | {part} | {d.verdict} |")
 
 
 if __name__ == "__main__":
@@ -85,23 +81,10 @@ if __name__ == "__main__":
     parser.add_argument("--tasks", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--optimizers", nargs="+", default=["lans", "scaledadam", "lamb"])
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    context, names, results = DistributedContext(Deadline()), asked.optimizers, {}
-    trainers = [
-        Trainer(load_task(t), seed=0, dtype="float32", context=context) for t in asked.tasks
-    ]
-    for name in names:
-        for trainer in trainers:
-            entry = entries_of(Settings(optimizers=name), trainer.task)[name]
-            results[trainer.task.name, name] = pairs(trainer, entry, asked.seeds)
-            print(trainer.task.name, name, *map(str, results[trainer.task.name, name]), flush=True)
-    today = datetime.date.today().isoformat()
-    text = [f"# Training with moments in eight bits, {today}", "", f"{hardware()}."]
-    for trainer in trainers:
-        found = {name: results[trainer.task.name, name] for name in names}
-        text += table(trainer, found, len(names))
-    print("\n".join(text))
-    if asked.save:
-        print(save("eight-bit-training", "\n".join(text) + "\n", today))
+    print(f"{hardware()}.")
+    for name in asked.tasks:
+        context = DistributedContext(Deadline())
+        trainer = Trainer(load_task(name), seed=0, dtype="float32", context=context)
+        judge(trainer, asked.optimizers, asked.seeds)

@@ -22,7 +22,8 @@ from step_time import MAKERS, STEPS, parameters
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 WORLD, WARMUP, LIMIT = 8, 1, 150
-KEYS = [f"{name}{bits}(fused=True)" for name in ("LANS", "ScaledAdam") for bits in ("", " 8bit")]
+KEYS = ["torch AdamW(fused=True)"]
+KEYS += [f"{name}{bits}(fused=True)" for name in ("LANS", "ScaledAdam") for bits in ("", " 8bit")]
 
 
 def optimizers(split: Callable[[Any], Any] = lambda tensor: tensor) -> list[torch.optim.Optimizer]:

@@ -4,10 +4,11 @@ Three sets of float32 parameters: a GPT of 23 million, one of 124 million, and 1
 1,000 to 10,000 elements. A timing is the mean of four steps, because ScaledAdam learns sizes in
 every fourth. The share of the floor is the time that the bytes a rule cannot help to move take at
 the bandwidth of a sum in place in the same run, over the time it takes. All variants share weights
-and gradients. pytorch-optimizer's LAMB takes part if it is installed.
+and gradients. pytorch-optimizer's LAMB and the eight-bit AdamW of bitsandbytes and torchao take
+part if they are installed.
 
-Run: python benchmarks/step_time.py [--sets 23M 124M small] [--rounds 12] [--threads 2]
-    [--only fused=True] [--save]
+Run: python benchmarks/step_time.py [--sets 23M 124M small 350M] [--rounds 12] [--threads 2]
+    [--only fused=True AdamW8bit] [--save]
 """
 
 import argparse
@@ -18,6 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -43,14 +47,7 @@ def small() -> list[tuple[int, ...]]:
 
 
 SETS = {"23M": gpt(6, 512, 8192, 512), "124M": gpt(12, 768, 50257, 1024), "small": small()}
-
-
-def lamb() -> "Callable[..., torch.optim.Optimizer] | None":
-    try:
-        from pytorch_optimizer import Lamb
-    except ImportError:
-        return None
-    return Lamb
+SETS["350M"] = gpt(24, 1024, 50257, 1024)
 
 
 # Rate of next to nothing: hundreds of steps on one gradient leave the weights as they are.
@@ -72,8 +69,14 @@ MAKERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "ScaledAdam(foreach=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=True),
     "ScaledAdam(foreach=False)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, foreach=False),
 }
-if lamb() is not None:
-    MAKERS["pytorch-optimizer Lamb"] = lambda p: lamb()(p, lr=RATE)
+for module, name in (
+    ("pytorch_optimizer", "Lamb"),
+    ("bitsandbytes.optim", "AdamW8bit"),
+    ("torchao.optim", "AdamW8bit"),
+):
+    with suppress(ImportError):
+        peer = getattr(import_module(module), name)
+        MAKERS[f"{module.split('.')[0]} {name}"] = partial(peer, lr=RATE)
 # Bytes an element: AdamW reads four tensors and writes three. LANS and LAMB read the gradient for
 # its norm, then do the same, if a tensor and its states stay in the caches between two passes.
 # ScaledAdam reads the gradient for the clipping, and the weight too in every fourth step. Moments
@@ -201,17 +204,19 @@ def beside() -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["23M", "124M", "small"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", default="", help="variants with this in their name, and AdamW")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names, beside AdamW")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--first-step", help=argparse.SUPPRESS)
     parser.add_argument("--extra-memory", help=argparse.SUPPRESS)
     OPTIONS = parser.parse_args()
     torch.set_num_threads(OPTIONS.threads)
     first = next(iter(MAKERS))
-    MAKERS = {key: m for key, m in MAKERS.items() if key == first or OPTIONS.only in key}
+    MAKERS = {
+        key: m for key, m in MAKERS.items() if key == first or any(o in key for o in OPTIONS.only)
+    }
     if OPTIONS.first_step:
         first_step(OPTIONS.first_step)
     elif OPTIONS.extra_memory:
