@@ -280,7 +280,8 @@ class ShardedOptimizer(StatefulOptimizer):
         for i in places:
             p, state = self._params[i], self.state[self._params[i]]
             ensure_master(p, state, group)
-            self._bring_into_form(p, group, state)
+            if not is_report:
+                self._bring_into_form(p, group, state)
             types = None if is_report else self._loop_types(p, grads[i], group)
             # Codes and float32 share a batch, so that arithmetic on columns is done once.
             state_dtype = wide(state[self._large[0]].dtype)

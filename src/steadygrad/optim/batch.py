@@ -307,7 +307,6 @@ class ParamBatch:
         if not self.tables:
             for own, master in zip(written, compress(self._masters, in_step), strict=False):
                 own.copy_(master)
-        # Memory of gradients, which the next ones may want, and of weights.
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
 
 

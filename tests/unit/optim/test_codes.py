@@ -170,6 +170,19 @@ def test_no_codes_make_a_step_of_scaled_adam_longer(mode):
     assert most * 0.999 < (p - before).abs().max() <= most * (1 + 1e-5)
 
 
+@every_optimizer
+def test_a_report_changes_no_state(make):
+    p = torch.randn(20, BLOCK, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer, p.grad = make([p]), p.detach() + 1
+    optimizer.step()
+    optimizer.param_groups[0]["state_dtype"] = "8bit"
+    before = {name: tensor.dtype for name, tensor in optimizer.state[p].items()}
+    optimizer.diagnostics()
+    assert {name: tensor.dtype for name, tensor in optimizer.state[p].items()} == before
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg_sq"].dtype is torch.uint8
+
+
 SHAPES = [
     (200, 32),
     (130, 33),
