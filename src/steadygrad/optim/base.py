@@ -276,7 +276,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
         For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
-        kinds = defaultdict[Any, list[tuple[int, Types | None]]](list)
+        kinds: dict[Any, list[tuple[int, Types | None]]] = defaultdict(list)
         for i in places:
             p, state = self._params[i], self.state[self._params[i]]
             ensure_master(p, state, group)
@@ -290,7 +290,8 @@ class ShardedOptimizer(StatefulOptimizer):
         batches = []
         for members in kinds.values():
             places = [i for i, _ in members]
-            params, tables = [self._params[i] for i in places], dict[Types, list[int]]()
+            params: list[Tensor] = [self._params[i] for i in places]
+            tables: dict[Types, list[int]] = {}
             for place, (_, types) in enumerate(members):
                 if types is not None:
                     tables.setdefault(types, []).append(place)

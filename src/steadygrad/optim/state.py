@@ -386,7 +386,8 @@ def _as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
-        if is_dense and not value.is_complex() and (parameter.is_meta or not value.is_meta):
+        is_number = value.dtype is not torch.bool and not value.is_complex()
+        if is_dense and is_number and (parameter.is_meta or not value.is_meta):
             return value
     raise _damaged(name, "that is a number, or a dense tensor with values", shown(value))
 
