@@ -385,7 +385,7 @@ class ZeroSum:
 
     @classmethod
     def of_caller(cls) -> "ZeroSum | None":
-        """That of the ``ZeroRedundancyOptimizer`` that is making an optimizer now, if one is.
+        """The sum for the ``ZeroRedundancyOptimizer`` that is making an optimizer now, if one is.
 
         It tells the optimizer nothing of itself, so the calls under way are looked at.
         """

@@ -274,11 +274,12 @@ class ParamBatch:
     def _fill_tables(self, grads: list[Tensor | None]) -> bool:
         """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
         given = [g for g in grads if g is not None]
-        dtype, whole = (
-            self.tables[0].types[0],
-            len(given) == len(grads) and {*map(type, given)} == {Tensor},
+        dtype, has_grad = self.tables[0].types[0], np.array([g is not None for g in grads])
+        alike = (
+            has_grad.all()
+            and {*map(type, given)} == {Tensor}
+            and self._are_laid_out(given, repeat(dtype))
         )
-        alike = whole and self._are_laid_out(given, repeat(dtype))
         if not alike or any(map(Tensor.is_neg, given)):
             for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
                 if g is not None:
@@ -290,7 +291,6 @@ class ParamBatch:
         self.grads = grads
         places = addresses_of(self._own)
         found = np.zeros((3, len(places)), np.int64)
-        has_grad = np.array([g is not None for g in grads])
         found[0, has_grad] = addresses_of([g for g in grads if g is not None])
         found[1], found[2] = places, addresses_of(self._masters) if self._masters else places
         for table in self.tables:

@@ -117,6 +117,11 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
         remedy = "parameter.to_dense()"
+    elif parameter.numel() and any(
+        stride == 0 and size > 1
+        for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
+    ):
+        remedy = "parameter.clone(), as elements share memory here"
     if remedy:
         raise InputError(
             "Expected dense parameters of a real floating type that can be written to. Found "

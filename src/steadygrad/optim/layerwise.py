@@ -71,18 +71,22 @@ class LayerwiseOptimizer(ShardedOptimizer):
         """
         if self._normalizes:
             return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+        # Divided first: each of them may be finite and their sum not.
+        count = len(self._params)
         parts = [
-            torch.where(b.taken, sums[0], 0.0).to(b.exact).sum().to(norms[0].device)
+            (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
             for b, sums in zip(batches, norms, strict=True)
         ]
         # No parts are left in a report without gradients.
-        square = torch.stack(parts).sum() if parts else torch.zeros(())
-        norm = (square if joint is None else joint[0]).sqrt()
+        mean = torch.stack(parts).sum() if parts else torch.zeros(())
+        norm = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
         scales = []
         for b in batches:
-            bound = _or(b.group["max_grad_norm"], math.inf)
-            sign = torch.full((), b.sign, dtype=b.exact, device=b.device)
-            scales.append(sign / (norm.to(b.device) / bound).clamp(min=1.0))
+            bound = b.group["max_grad_norm"]
+            scale = torch.full((), b.sign, dtype=b.exact, device=b.device)
+            if bound is not None:
+                scale = scale / (norm.to(b.device) / bound).clamp(min=1.0)
+            scales.append(scale)
         return scales
 
     def _needed(self) -> Sequence[Pass]:

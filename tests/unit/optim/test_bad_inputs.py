@@ -138,19 +138,30 @@ def test_a_tensor_learning_rate_that_became_nan(kind, mode):
 
 
 @every
-def test_parameters_that_no_step_can_write_to(kind):
-    parameter = nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn))
-    with pytest.raises(InputError, match="float8_e4m3fn"):
-        kind([parameter])
+@pytest.mark.parametrize(
+    ("parameter", "found"),
+    [
+        (lambda: nn.Parameter(torch.zeros(1).expand(5)), "share memory"),
+        (lambda: nn.Parameter(torch.zeros(2, 1).expand(2, 5)), "share memory"),
+        (lambda: nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+    ],
+    ids=["expanded", "in one axis", "float8"],
+)
+def test_parameters_that_no_step_can_write_to(kind, parameter, found):
+    with pytest.raises(InputError, match=found):
+        kind([parameter()])
     optimizer = kind([nn.Parameter(torch.ones(3))])
-    with pytest.raises(InputError, match="float8_e4m3fn"):
-        optimizer.add_param_group({"params": [parameter]})
+    with pytest.raises(InputError, match=found):
+        optimizer.add_param_group({"params": [parameter()]})
     assert len(optimizer.param_groups) == 1
+    # One element in memory is no overlap.
+    kind([nn.Parameter(torch.zeros(1).expand(1, 1))])
 
 
 DATA = {
     "another shape": (lambda p: torch.zeros(6), "shape"),
     "as many elements": (lambda p: torch.zeros(5, 1), "shape"),
+    "expanded": (lambda p: torch.zeros(1).expand(5), "share memory"),
     "float8": (lambda p: p.detach().to(torch.float8_e5m2), "float8_e5m2"),
 }
 

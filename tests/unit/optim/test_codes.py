@@ -148,12 +148,6 @@ def test_no_codes_make_a_step_longer_than_float32s_longest(mode, betas):
     any_codes(optimizer, p, draw)
     optimizer.step()
     assert most * 0.999 < p.abs().max() <= most * (1 + 1e-5)
-    # Float32's longest itself: gradients that grow by `beta2 / beta1` from one step to the next.
-    m = v = 0.0
-    for t in range(400):
-        g = (beta2 / beta1) ** (t - 400)
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    assert m / v**0.5 == pytest.approx(most, rel=1e-6)
 
 
 @every_mode

@@ -99,6 +99,7 @@ NORMS = {
     "joint past float32": (torch.float32, [6e18] * 4, True),
     "one past float32": (torch.float32, [1e19, 1, 1, 1], False),
     "16 bits, one past float32": (torch.bfloat16, [1e19, 1, 1, 1], False),
+    "joint past float64": (torch.float64, [4e153] * 4, True),
     "one past float64": (torch.float64, [1e154, 1, 1, 1], False),
     "infinite": (torch.float32, [torch.inf, 1, 1, 1], False),
 }

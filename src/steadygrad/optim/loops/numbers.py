@@ -181,7 +181,7 @@ def chunk_at(args: Any, place: Any) -> Any:
 
 @block_of
 def stop_of(args: Any, turn: Any) -> Any:
-    """Where a turn's counter ends."""
+    """The number at which a turn's counter ends."""
     return array_at(args[STOPS] + turn * 8, 1, np.int64)[0]
 
 
@@ -189,9 +189,9 @@ def stop_of(args: Any, turn: Any) -> Any:
 def go_over(
     block: Any, args: Any, row: Any, chunk: Any, by: Any, given: Any, types: Any, sums: Any
 ) -> Any:
-    """Calls a function with every piece of a chunk, and adds up what it returns.
+    """Adds up what a function returns for every piece of a chunk.
 
-    It is ``block(args, row, first, size, by, given, types)``.
+    The function is ``block(args, row, first, size, by, given, types)``.
     """
     stop = chunk[1] + chunk[2]
     for first in range(chunk[1], stop, chunk[5]):

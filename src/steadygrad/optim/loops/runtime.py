@@ -257,7 +257,7 @@ def _team() -> Any:
 
 
 def _threads(elements: int) -> int:
-    """How many threads work on some number of elements."""
+    """The number of threads that work on some number of elements."""
     if was_forked() or _team() is None:
         return 1
     return min(torch.get_num_threads(), max(1, elements // _SMALL))
