@@ -106,40 +106,18 @@ def coefficients(sums: Tensor, by: Factors, options: Options) -> Coefficients:
     x, m, *g = sums
     # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
     rate = (torch.ones_like(x) * options.lr).to(sums.dtype)
-    beta1, rest1, decay = options.beta1, 1 - options.beta1, options.weight_decay
-    along_m, along_g, keep = lengths(
-        x,
-        m,
-        g[0] if g else None,
-        by.taken,
-        rate,
-        beta1,
-        rest1,
-        decay,
-        options.low,
-        options.high,
-        options.adapt,
-    )
+    bounds = options.low, options.high, options.adapt
+    numbers = options.beta1, 1 - options.beta1, options.weight_decay, *bounds
+    along_m, along_g, keep = lengths(x, m, g[0] if g else None, by.taken, rate, numbers)
     return Coefficients(by.taken, by.gradient, by.unbias2, along_m * by.unbias1, along_g, keep)
 
 
-def lengths(
-    x: Any,
-    m: Any,
-    g: Any,
-    taken: Any,
-    lr: Any,
-    beta1: Any,
-    rest1: Any,
-    decay: Any,
-    low: Any,
-    high: Any,
-    adapt: Any,
-) -> Any:
+def lengths(x: Any, m: Any, g: Any, taken: Any, lr: Any, numbers: Any) -> Any:
     """Factors on :math:`u_m`, on :math:`u_g` and on :math:`x` from their squared norms.
 
     Compiled loops call it, too, with numbers in place of columns.
     """
+    beta1, rest1, decay, low, high, adapt = numbers
     x = clamp(root(x), low, high)
     share = lr if g is None else lr * beta1
     # Selected, not multiplied by zero: a norm that is not finite must not reach a weight.

@@ -86,10 +86,11 @@ def test_every_tensor_is_in_one_wave(threads, shared, waves, monkeypatch):
 @njit
 def lengths_of_all(columns, taken, numbers, adapt, found):
     lr, beta1, rest1, decay, low, high = numbers
+    rest = beta1, rest1, decay, low, high, adapt
     for i in range(columns.shape[1]):
         x, m, g = columns[0, i], columns[1, i], columns[2, i]
-        two = layerwise.lengths_of(x, m, g, taken[i], lr, beta1, rest1, decay, low, high, adapt)
-        one = layerwise.lengths_of(x, m, None, taken[i], lr, beta1, rest1, decay, low, high, adapt)
+        two = layerwise.lengths_of(x, m, g, taken[i], lr, rest)
+        one = layerwise.lengths_of(x, m, None, taken[i], lr, rest)
         found[0, i], found[1, i], found[2, i] = two
         found[3, i], found[4, i], found[5, i] = one
 
@@ -113,10 +114,10 @@ def test_the_arithmetic_on_numbers_is_that_on_columns(adapt, dtype):
     given = tuple(map(kind, numbers))
     lengths_of_all(columns.numpy(), taken.numpy(), given, adapt, found.numpy())
     x, m, g = columns
-    lr, *rest = numbers
+    lr, *rest = *numbers, adapt
     rate = torch.full_like(x, lr)
-    expected = [*lengths(x, m, g, taken, rate, *rest, adapt)]
-    expected += lengths(x, m, None, taken, rate, *rest, adapt)
+    expected = [*lengths(x, m, g, taken, rate, rest)]
+    expected += lengths(x, m, None, taken, rate, rest)
     # Three roots and two products, and torch's roots are off by a digit now and then.
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(

@@ -202,29 +202,12 @@ def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) 
                 x, m, g = 0.0, 0.0, 0.0
                 for k in range(chunk[3], chunk[4]):
                     x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]
-                along_m, along_g, keep = lengths_of(
-                    exact(x),
-                    exact(m),
-                    exact(g) if types.has_two else None,
-                    True,
-                    exact(given[5]),
-                    exact(given[0]),
-                    exact(1 - given[0]),
-                    exact(given[3]),
-                    exact(given[6]),
-                    exact(given[7]),
-                    given[8] != 0.0,
-                )
-                found = (
-                    1.0,
-                    by[1],
-                    by[3],
-                    along_m * by[2],
-                    float(along_g),
-                    float(keep),
-                    by[-2],
-                    by[-1],
-                )
+                bounds = exact(given[6]), exact(given[7]), given[8] != 0.0
+                numbers = exact(given[0]), exact(1 - given[0]), exact(given[3]), *bounds
+                norms = exact(x), exact(m), exact(g) if types.has_two else None
+                along_m, along_g, keep = lengths_of(*norms, True, exact(given[5]), numbers)
+                lengths = along_m * by[2], float(along_g), float(keep)
+                found = (1.0, by[1], by[3], *lengths, by[-2], by[-1])
                 go_over(move, args, row, chunk, found, given, types, sums[here])
             here += 1
 
