@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, HIGH, LOW, SECOND, least_ratio
-from steadygrad.optim.loops.numbers import ROW, STATES, block_at, block_of
+from steadygrad.optim.loops.numbers import STATES, block_at, block_of
 
 # Columns of addresses behind those of a first and a second state: their scales.
 SCALES = STATES + 2
@@ -94,12 +94,17 @@ def second_code(number: Any, inverse: Any, bits: Any) -> Any:
     return np.uint8(min(found, SECOND_TOP))
 
 
-@block_of
-def place_of(row: Any, first: Any) -> Any:
-    """Of an element that begins a block: its place in the row, and the block's in the tensor."""
-    line = first // row[ROW]
-    column = first - line * row[ROW]
-    return column, line * ((row[ROW] + BLOCK - 1) // BLOCK) + column // BLOCK
+@njit(error_model="numpy")
+def blocks_of(row: Any, first: Any, size: Any) -> Any:
+    """Of some elements from the first of a block on: each block's first, length, and place."""
+    line, stop = first // row, first + size
+    column = first - line * row
+    place = line * ((row + BLOCK - 1) // BLOCK) + column // BLOCK
+    while first < stop:
+        n = min(BLOCK, row - column, stop - first)
+        yield first, n, place
+        first, place = first + n, place + 1
+        column = 0 if column + n == row else column + n
 
 
 def scales_of(row: Any, place: Any, state: Any) -> Any:

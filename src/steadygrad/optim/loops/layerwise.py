@@ -8,14 +8,13 @@ import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
-from steadygrad.optim.codes import BLOCK as CODES
 from steadygrad.optim.layerwise_rule import Coefficients, Factors, Options, lengths, trust_ratio
 from steadygrad.optim.loops.codes import (
     averaged,
     bits_of,
+    blocks_of,
     first_number,
     least_ratio_of,
-    place_of,
     product,
     put,
     room,
@@ -72,9 +71,7 @@ def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, 
     scale, unbias1, unbias2 = state(by[1]), state(by[2]), state(by[3])
     least = state(least_ratio_of(given[0], given[1]))
     part_x, part_m, part_g = state(0), state(0), state(0)
-    start, (column, place) = first, place_of(row, first)
-    while start < first + size:
-        n = min(CODES, row[ROW] - column, first + size - start)
+    for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
         q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
         by_m, by_v = scales_of(row, place, q)
@@ -93,8 +90,6 @@ def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, 
                 part_g += u_g * u_g
             part_x += here * here
             part_m += u_m * u_m
-        start, place = start + n, place + 1
-        column = 0 if column + n == row[ROW] else column + n
     return part_x, part_m, part_g
 
 
@@ -108,9 +103,7 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     eps, bound, least = state(given[2]), state(given[4]), state(least_ratio_of(given[0], given[1]))
     scale, unbias2, along_m, along_g = state(by[1]), state(by[2]), state(by[3]), state(by[4])
     keep, new, moved = exact(by[5]), (room(state), room(state)), room(exact)
-    start, (column, place) = first, place_of(row, first)
-    while start < first + size:
-        n = min(CODES, row[ROW] - column, first + size - start)
+    for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
         q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
         by_m, by_v = scales_of(row, place, q)
@@ -133,8 +126,6 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
             x[i] = narrow(moved[i], x[i])
         round_masters(x, p, n)
         write(row, start, place, by, (top_m, top_v), new, q, w)
-        start, place = start + n, place + 1
-        column = 0 if column + n == row[ROW] else column + n
     return (state(0),)
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from steadygrad.optim.codes import BLOCK as CODES
 from steadygrad.optim.loops.codes import (
     averaged,
     bits_of,
+    blocks_of,
     exactly,
     first_number,
-    place_of,
     product,
     put,
     room,
@@ -71,9 +70,7 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
     along_p, total = state(by[4] * rest1), 0.0
     new, moves, weights = (room(state), room(state)), room(state), room(exact)
     moves[:] = 0
-    start, (column, place) = first, place_of(row, first)
-    while start < first + size:
-        n = min(CODES, row[ROW] - column, first + size - start)
+    for start, n, place in blocks_of(row[ROW], first, size):
         g, p, out = arrays_at(args, row, start, n, types)
         q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
         by_m, by_v = scales_of(row, place, q)
@@ -102,8 +99,6 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
             p[i] = narrow(min(max(weights[i], -after), after), p[i])
         round_masters(p, out, n)
         write(row, start, place, by, (top_m, top_v), new, q, w)
-        start, place = start + n, place + 1
-        column = 0 if column + n == row[ROW] else column + n
     return (total,)
 
 
