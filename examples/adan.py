@@ -124,7 +124,7 @@ def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     moved_by(bucket.weights, keep, u)
 
 
-move = Pass(_move, loop="adan_loops:move_kernel", constants=(len(Factors._fields),))
+move = Pass(_move, loop="adan_loops:move_kernel")
 
 
 class Adan(ShardedOptimizer):

@@ -5,20 +5,16 @@ from typing import Any
 
 from steadygrad.optim.loops.codes import product
 from steadygrad.optim.loops.numbers import (
+    Kinds,
     arrays_at,
     block_of,
-    kinds_of,
     narrow,
     round_masters,
-    source_of,
     state_at,
     sync_masters,
     take_turn,
     widen,
 )
-
-# The loop is compiled anew when those functions have changed.
-SOURCE, OPTIONS = source_of(), 4
 
 
 @block_of
@@ -32,7 +28,7 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
         size: Number of elements.
         by: The tensor's factors, in their order.
         given: The options, and one over the loss scale as the last.
-        types: See ``kinds_of``.
+        types: See ``Kinds``.
     """
     state, exact, inverse_scale = types.state, types.exact, types.number(given[-1])
     g, x, p = arrays_at(args, row, first, size, types)
@@ -58,11 +54,10 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     return (state(0),)
 
 
-def move_kernel(grad: Any, weight: Any, state: Any, param: Any, count: int) -> Any:
-    """The loop for some types, with the number of factors."""
-    types, counts = kinds_of(grad, weight, state, param), (count, OPTIONS, SOURCE)
+def move_kernel(types: Kinds) -> Any:
+    """The loop for some types, which say as well when those functions have changed."""
 
     def kernel(data: Any) -> None:
-        take_turn(move, data, counts, types, False)
+        take_turn(move, data, types, False)
 
     return kernel

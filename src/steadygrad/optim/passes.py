@@ -345,7 +345,7 @@ def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
 
 
 # Squared norms of gradients, by which a step is taken or not, in one row.
-grad_sq_norms = Pass(_grad_sq_norms, 1, "steadygrad.optim.loops.numbers:grad_kernel")
+grad_sq_norms = Pass(_grad_sq_norms, 1, "steadygrad.optim.loops.scaled_adam:sums_kernel")
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

@@ -17,7 +17,8 @@ import torch
 
 from steadygrad import optim
 from steadygrad.optim import LAMB, LANS, ScaledAdam, loops
-from steadygrad.optim.loops import numbers, runtime
+from steadygrad.optim.layerwise_rule import LANS_PASSES
+from steadygrad.optim.loops import numbers, runtime, scaled_adam
 
 MAKERS = {
     "lans": LANS,
@@ -208,7 +209,7 @@ def test_without_any_folder_it_is_compiled_for_the_process(error, monkeypatch):
         return compiled(function, cache)
 
     monkeypatch.setattr(numbers, "compiled", nowhere)
-    found = runtime._kernel_for.__wrapped__(numbers.grad_kernel, (torch.float32,) * 4, ())
+    found = runtime._kernel_for.__wrapped__(scaled_adam.sums_kernel, (torch.float32,) * 4, ())
     assert asked == [True, False]
     assert found.address > 0
 
@@ -371,18 +372,23 @@ def test_all_threads_are_waited_for_where_the_own_one_is_interrupted(monkeypatch
 
 
 def test_loops_are_made_anew_where_their_parts_change():
-    """Every module of loops takes a number of what they share, and of its factors' names."""
+    """Every kernel holds on to a number of what loops are made of."""
     place = Path(numbers.__file__).parent
-    others = {*place.glob("*.py")} - {Path(numbers.__file__)}  # whose own text Numba looks at
-    modules = [path for path in others if "def kernel(" in path.read_text()]
+    modules = [path for path in place.glob("*.py") if "def kernel(" in path.read_text()]
     assert sorted(path.stem for path in modules) == ["layerwise", "scaled_adam"]
-    for path in modules:
-        text = path.read_text()
-        assert text.count(", SOURCE") == text.count("def kernel(")
-        # Of anything else that compiled code is made of the number would know nothing.
-        parts = set(re.findall(r"from steadygrad\.optim\.loops\.(\w+) import", text))
-        assert parts == {"codes", "numbers"}
-    assert numbers.source_of(("a", "b")) != numbers.source_of(("b", "a"))
+    types = numbers.kinds_of(*[np.float32] * 4)
+    assert types.source == numbers.SOURCE
+    own = {one.loop: one for one in (*LANS_PASSES, *ScaledAdam._passes)}
+    assert len(own) == sum(path.read_text().count("def kernel(") for path in modules)
+    for one in own.values():
+        assert types in [cell.cell_contents for cell in one.maker()(types).__closure__]
+    # Of anything else that compiled code is made of the number would know nothing.
+    known = {*map(Path.resolve, numbers.SOURCES)}
+    for path in {*modules, *(path for path in known if path.parent == place)}:
+        parts = re.findall(r"from steadygrad\.optim\.(\S+) import", path.read_text())
+        files = {place.parent / f"{part.replace('.', '/')}.py" for part in parts}
+        # Whose functions are but names of those that compiled code has in their place.
+        assert files - {place.parent / "passes.py"} <= known
     # Given `nnan` or `ninf`, what guards against such values may be dropped.
     assert {"reassoc", "contract", "arcp", "nsz", "afn"} == numbers.FAST
 

@@ -17,7 +17,6 @@ from steadygrad.optim.loops.numbers import (
     WEIGHT,
     arrays_at,
     block_of,
-    kinds_of,
     state_at,
     take_turn,
 )
@@ -144,11 +143,9 @@ def test_any_number_of_large_states(states):
                 own[i] += (k + 1) * g[i] + x[i]
         return (0.0,)
 
-    def make(*types):
-        types = kinds_of(*types)
-
+    def make(types):
         def kernel(data):
-            take_turn(block, data, (0, 0), types, True)
+            take_turn(block, data, types, True)
 
         return kernel
 

@@ -52,17 +52,6 @@ def test_waves_are_the_passes(make, dtype, monkeypatch):
     torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_waves_do_not_depend_on_the_number_of_threads(threads):
-    expected, before = trained(LANS, torch.float32)[0], torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        found = trained(LANS, torch.float32)[0]
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize(
     ("threads", "shared", "waves"),
     [

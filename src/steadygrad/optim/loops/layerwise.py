@@ -1,14 +1,13 @@
 """LANS and LAMB as compiled loops: the passes of :mod:`steadygrad.optim.layerwise_rule`."""
 
 import math
-from inspect import getsource
 from typing import Any
 
 import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
-from steadygrad.optim.layerwise_rule import Coefficients, Factors, Options, lengths, trust_ratio
+from steadygrad.optim.layerwise_rule import lengths, trust_ratio
 from steadygrad.optim.loops.codes import (
     averaged,
     bits_of,
@@ -28,10 +27,10 @@ from steadygrad.optim.loops.numbers import (
     DONE,
     LINE,
     ROW,
-    SEEDS,
     TURNS,
     WAVES,
     YIELD,
+    Kinds,
     arguments,
     array_at,
     arrays_at,
@@ -40,12 +39,9 @@ from steadygrad.optim.loops.numbers import (
     chunk_at,
     fetch_next,
     go_over,
-    is_code,
-    kinds_of,
     look_at,
     narrow,
     round_masters,
-    source_of,
     state_at,
     stop_of,
     sync_masters,
@@ -53,9 +49,6 @@ from steadygrad.optim.loops.numbers import (
     widen,
 )
 
-RULE = getsource(lengths), getsource(trust_ratio)
-SOURCE = source_of(Options._fields, Factors._fields, Coefficients._fields, RULE)
-FACTORS, COEFFICIENTS, OPTIONS = map(len, (Factors._fields, Coefficients._fields, Options._fields))
 # The rule's own function, without leave to round otherwise than it says.
 register_jitable(trust_ratio)
 lengths_of = njit(error_model="numpy")(lengths)
@@ -129,38 +122,32 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     return (state(0),)
 
 
-def moments_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
+def moments_kernel(types: Kinds) -> Any:
     """The loop that looks where the moments will be."""
-    types = kinds_of(grad, weight, state, param, has_two)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(directions, data, counts, types, False)
+        take_turn(directions, data, types, False)
 
     return kernel
 
 
-def weights_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
+def weights_kernel(types: Kinds) -> Any:
     """The loop that moves moments and weights."""
-    types = kinds_of(grad, weight, state, param, has_two)
-    counts = COEFFICIENTS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(move, data, counts, types, False)
+        take_turn(move, data, types, False)
 
     return kernel
 
 
-def waves_kernel(grad: Any, weight: Any, state: Any, param: Any, has_two: bool) -> Any:
+def waves_kernel(types: Kinds) -> Any:
     """Both, over a few tensors and then over the next.
 
     What the first pass over a wave has read is still in the caches in the second.
     """
-    types = kinds_of(grad, weight, state, param, has_two)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, given = arguments(data, counts[0], counts[1])
+        args, table, sums, factors, given = arguments(data)
         exact, turn, start, here, stop = types.exact, 0, 0, 0, 0
         moves, again = False, False
         while True:

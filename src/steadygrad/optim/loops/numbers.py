@@ -41,35 +41,24 @@ ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
 DONE = 12  # address of how many of its chunks have been looked at, for each tensor
 YIELD = 13  # address of the function that lets another thread run; zero: there is one thread
 WAVES = 14  # address of the first chunk of each wave and the one after its last
-PLACES = 15
+ROWS = 15  # number of factors
+NUMBERS = 16  # number of options, the last of which is one over the loss scale in the gradients
+PLACES = 17
 # Bytes of a line of the cache, and of a row of the table of chunks.
 LINE, CHUNK_ROW = 64, 48
 
 
-def source_of(*fields: tuple[str, ...]) -> int:
-    """A number that changes with the sources of kernels and rules, and the names of factors.
-
-    Numba's cache checks a function's own file only. Kernels hold on to this number, beside the
-    counts of their factors, so that they are compiled anew when anything else has changed.
-    """
-    here = Path(__file__)
-    files = here, here.with_name("codes.py"), here.parents[1] / "codes.py"
-    return crc32(b"".join(map(Path.read_bytes, files)) + repr(fields).encode())
-
+# What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
+# that changes with these, so that they are compiled anew.
+_OPTIM = Path(__file__).parents[1]
+SOURCES = [Path(__file__), Path(__file__).with_name("codes.py"), _OPTIM / "codes.py"]
+SOURCES += [_OPTIM / "layerwise_rule.py", _OPTIM / "scaled_adam_rule.py"]
+SOURCE = crc32(b"".join(map(Path.read_bytes, SOURCES)))
 
 # Without `nnan` and `ninf`: given those, the compiler may drop what guards against such values.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
 INT64 = ir.IntType(64)
-
-
-# Factors that follow where states are codes: what random bits start with, and their slope.
-SEEDS = 2
-
-
-def is_code(state: Any) -> bool:
-    """Whether states are kept in eight bits."""
-    return state is np.uint8
 
 
 class Kinds(NamedTuple):
@@ -84,14 +73,16 @@ class Kinds(NamedTuple):
     exact: Any  # weights
     total: Any  # first sums: float64 for codes, which a last digit may change
     has_two: bool
+    is_coded: bool  # whether states are kept in eight bits
+    source: int = SOURCE
 
 
 def kinds_of(grad: Any, weight: Any, state: Any, param: Any, has_two: bool = False) -> Kinds:
     """The types, from those of gradients, weights, states and parameters as they lie in memory."""
     number, exact = (np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight))
-    if is_code(state):
-        return Kinds(grad, weight, state, param, np.float32, number, exact, np.float64, has_two)
-    return Kinds(grad, weight, state, param, state, number, exact, exact, has_two)
+    is_coded = state is np.uint8
+    own, total = (np.float32, np.float64) if is_coded else (state, exact)
+    return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_coded)
 
 
 def compiled(function: Callable[[Any], None], cache: bool) -> Any:
@@ -160,17 +151,13 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 
 
 @block_of
-def arguments(data: Any, factors: Any, options: Any) -> Any:
-    """The arguments and their tables: addresses, sums, factors and options.
-
-    ``data`` is the kernel's only argument, ``factors`` and ``options`` say how many there are. One
-    over the loss scale in the gradients follows as the last option.
-    """
+def arguments(data: Any) -> Any:
+    """The arguments of a kernel, and their tables: addresses, sums, factors and options."""
     args = carray(data, PLACES, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
-    table = array_at(args[FACTORS], (factors, args[TENSORS]), np.float64)
-    return args, addresses, sums, table, array_at(args[OPTIONS], options + 1, np.float64)
+    table = array_at(args[FACTORS], (args[ROWS], args[TENSORS]), np.float64)
+    return args, addresses, sums, table, array_at(args[OPTIONS], args[NUMBERS], np.float64)
 
 
 @block_of
@@ -201,13 +188,13 @@ def go_over(
 
 
 @block_of
-def take_turn(block: Any, data: Any, counts: Any, types: Any, of_gradients: Any) -> Any:
+def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
     """Calls a function with every piece of all chunks that no other thread has taken.
 
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    args, table, sums, factors, given = arguments(data, counts[0], counts[1])
+    args, table, sums, factors, given = arguments(data)
     while True:
         place = fetch_next(args[COUNTERS])
         if place >= stop_of(args, 0):
@@ -338,25 +325,3 @@ def _round_masters(master: Any, parameter: Any, size: Any) -> Any:
             parameter[i] = narrow(master[i], parameter[i])
 
     return round_all if master.dtype != parameter.dtype else lambda master, parameter, size: None
-
-
-@block_of
-def squares(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
-    """Squared norm of a block of a gradient."""
-    g, _x, _p = arrays_at(args, row, first, size, types)
-    exact, inverse_scale = types.total, types.number(given[-1])
-    part = exact(0)
-    for i in range(size):
-        x = exact(widen(g[i]) * inverse_scale)
-        part += x * x
-    return (part,)
-
-
-def grad_kernel(*types: Any) -> Callable[[Any], None]:
-    """Squared norms of gradients."""
-    types = kinds_of(*types)
-
-    def kernel(data: Any) -> None:
-        take_turn(squares, data, (0, 0), types, True)
-
-    return kernel

@@ -123,6 +123,7 @@ class Table:
         self.done.fill(0)
         self.args[numbers.FACTORS] = factors.ctypes.data
         self.args[numbers.OPTIONS] = options.ctypes.data
+        self.args[numbers.ROWS], self.args[numbers.NUMBERS] = len(factors), len(options)
         _run(_kernel_of(one, self.types).address, self.args, threads)
         sums: NDArray[np.float64] = np.add.reduceat(self.partial_sums, self.firsts, axis=0)
         return sums
@@ -193,7 +194,7 @@ def _piece(row: int) -> int:
     return max(1, numbers.BLOCK // row) * row
 
 
-_NUMBERS = {
+_NUMBERS: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -229,7 +230,7 @@ def _kernel_of(one: Pass, types: Types) -> Any:
 # A kernel's address is valid only while the kernel object lives, so it is kept here.
 @cache
 def _kernel_for(make: Callable[..., Any], types: Types, constants: tuple[Any, ...]) -> Any:
-    function = make(*(_NUMBERS[dtype] for dtype in types), *constants)
+    function = make(numbers.kinds_of(*(_NUMBERS[dtype] for dtype in types), *constants))
     try:
         return numbers.compiled(function, cache=True)
     except Exception:

@@ -21,23 +21,16 @@ from steadygrad.optim.loops.codes import (
 )
 from steadygrad.optim.loops.numbers import (
     ROW,
-    SEEDS,
+    Kinds,
     arrays_at,
     block_of,
-    is_code,
-    kinds_of,
     narrow,
     round_masters,
-    source_of,
     state_at,
     sync_masters,
     take_turn,
     widen,
 )
-from steadygrad.optim.scaled_adam_rule import StepScales, UpdateOptions
-
-SOURCE = source_of(StepScales._fields, UpdateOptions._fields)
-FACTORS, OPTIONS = len(StepScales._fields), len(UpdateOptions._fields)
 
 
 @block_of
@@ -51,7 +44,7 @@ def sums(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     for i in range(size):
         slope = exact(widen(g[i]) * inverse_scale)
         part_g += slope * slope
-    if by[0] != 0.0:
+    if len(by) > 0 and by[0] != 0.0:
         sync_masters(p, out, size)
         for i in range(size):
             here = exact(widen(p[i]))
@@ -108,22 +101,19 @@ def moved(delta: Any, slope: Any, v: Any, size: Any, beta: Any, eps: Any, along_
     return delta * beta + (slope / (math.sqrt(v) + eps) * along_g + size)
 
 
-def sums_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
-    """The loop of the sums."""
-    types, counts = kinds_of(grad, weight, state, param), (1 + SEEDS * is_code(state), 0, SOURCE)
+def sums_kernel(types: Kinds) -> Any:
+    """The loop of the sums, of squared norms alone where it is given no factor."""
 
     def kernel(data: Any) -> None:
-        take_turn(sums, data, counts, types, True)
+        take_turn(sums, data, types, True)
 
     return kernel
 
 
-def update_kernel(grad: Any, weight: Any, state: Any, param: Any) -> Any:
+def update_kernel(types: Kinds) -> Any:
     """The loop of the update."""
-    types = kinds_of(grad, weight, state, param)
-    counts = FACTORS + SEEDS * is_code(state), OPTIONS, SOURCE
 
     def kernel(data: Any) -> None:
-        take_turn(update, data, counts, types, False)
+        take_turn(update, data, types, False)
 
     return kernel
