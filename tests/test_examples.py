@@ -40,7 +40,12 @@ EXPECTED = {
 
 
 # Those for trainers have tests of their own, in `tests/integrations`.
-TRAINERS = {"accelerate_loop.py", "hf_trainer.py", "lightning_trainer.py"}
+TRAINERS = {
+    "accelerate_loop.py",
+    "continue_hf_checkpoint.py",
+    "hf_trainer.py",
+    "lightning_trainer.py",
+}
 
 
 def test_every_example_is_listed():

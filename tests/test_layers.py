@@ -68,17 +68,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 852,
     "integrations": 950,
-    "studies": 3456,
+    "studies": 3501,
     "studies/advise": 2374,
     "studies/compare": 2121,
     "studies/inspect": 1355,
-    "tasks": 1449,
+    "tasks": 1624,
     "noise": 2700,
     "balance": 1207,
     "scale": 1346,
     "watch": 1229,
     "optim": 3931,
-    "distributed.py, shards.py": 697,
+    "distributed.py, shards.py": 763,
     "optim/loops": 1229,
 }
 

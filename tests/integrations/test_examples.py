@@ -17,9 +17,8 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_prints_what_its_page_shows(name):
-    package, page = EXAMPLES[name]
+def said(name, package):
+    """What an example prints."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is of the dependency group integrations")
     command = [sys.executable, "-W", "error", name]
@@ -28,5 +27,15 @@ def test_prints_what_its_page_shows(name):
         command, cwd=ROOT / "examples", env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_prints_what_its_page_shows(name):
+    package, page = EXAMPLES[name]
     shown = shape(blocks(page, "text")[-1])
-    assert shape(done.stdout)[-len(shown) :] == shown
+    assert shape(said(name, package))[-len(shown) :] == shown
+
+
+def test_a_study_begins_at_a_checkpoint_of_the_trainer():
+    assert "status: complete" in said("continue_hf_checkpoint.py", "transformers")

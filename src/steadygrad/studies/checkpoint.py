@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -26,16 +26,17 @@ class State:
     """All that training continues from: nests of tensors and plain values, on the host.
 
     Attributes:
+        optimizer: Its ``state_dict``; empty where a new one begins.
         scaler: The gradient scaler's ``state_dict``; empty unless training in float16.
         samples: Samples seen.
         steps: Optimizer steps taken.
     """
 
     model: dict[str, Any]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any]
-    samples: int
-    steps: int
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    steps: int = 0
 
     def reread(self) -> "State":
         """The state as it is once it was written and read again."""

@@ -15,6 +15,7 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
+from steadygrad.tasks.start import digest_of
 
 # Packages of optimizers that `compare` imports even if only a record names them.
 LIBRARIES = ("heavyball", "pytorch_optimizer", "schedulefree", "timm", "torch")
@@ -85,7 +86,14 @@ def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
                     "gone. Remedy: restore it, or start a new run with --out."
                 )
     # Not `header.task.spec`: only the settings were looked at before.
-    return load_task(files.get(header.settings.task, header.settings.task))
+    task = load_task(files.get(header.settings.task, header.settings.task))
+    # A training that goes on may write its checkpoint anew: a worker would begin elsewhere.
+    if task.start and digest_of(task.start) != header.task.provenance.get("Task.start"):
+        raise InputError(
+            f"Expected Task.start = {str(task.start)!r} as it was when the run began. Found it "
+            "changed. Remedy: restore it, or start a new run with --out."
+        )
+    return task
 
 
 def digests(files: Mapping[str, str]) -> dict[str, dict[str, str]]:

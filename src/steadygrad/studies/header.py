@@ -23,8 +23,9 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     task, group = trainer.task, trainer.optimizer.param_groups[0]
     common = {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}
     values = {name: getattr(task, name) for name in common}
+    start = {"Task.start": trainer.start_digest} if trainer.start_digest else {}
     return TaskInfo(
-        **{**values, "provenance": dict(task.provenance)},
+        **{**values, "provenance": {**task.provenance, **start}},
         spec=spec,
         dependent=trainer.dependent,
         parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

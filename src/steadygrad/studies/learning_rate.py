@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.tasks import Task
+from steadygrad.tasks.start import TASKS_OWN
 
 # Samples of a run whose learning rate does not decay.
 ENDLESS = 1 << 62
-# Options of the optimizer that follow the batch size.
-OPTIONS = ("lr", "betas", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class RateSetter:
     def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
         self._optimizer, self._task, self._keep_half_life = optimizer, task, keep_half_life
         self._options = [
-            {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
+            {name: copy.deepcopy(group[name]) for name in TASKS_OWN if name in group}
             for group in optimizer.param_groups
         ]
 

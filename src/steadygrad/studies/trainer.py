@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,11 +40,17 @@ from steadygrad.tasks.check import (
     losses_depend_on_company,
     optimizer_of,
 )
+from steadygrad.tasks.start import (
+    check_optimizer_state,
+    digest_of,
+    fitting_optimizer,
+    fitting_weights,
+    read_start,
+)
+from steadygrad.tasks.task import EVALUATION_SIZE
 
 # Steps between two reads of the losses on an accelerator, where a read synchronises.
 LOOK_EVERY = 16
-# Most samples in one forward pass of an evaluation.
-EVALUATION_SIZE = 128
 
 T = TypeVar("T")
 Scaling = Callable[[nn.Module], Any]
@@ -75,6 +81,7 @@ class Trainer:
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
         steps: Optimizer steps taken.
+        start_digest: SHA-256 of the checkpoint that runs begin from; empty without one.
     """
 
     def __init__(
@@ -105,10 +112,16 @@ class Trainer:
         self.dependent = self.second_moment = False
         self.scaler: Any = None
         self.model = context.together(lambda: self._make_anew(0))
+        self._own_maker, self.start_digest = task.make_optimizer, ""
+        self._start = context.together(self._read_start)
         self.wrapped = context.wrap(self.model)
         make, what = partial(task.optimizer, self.model), "Task.make_optimizer"
         context.together(lambda: check_optimizer_maker(make, self.model, task.lr, what))
-        context.together(self._begin)
+        context.together(lambda: self._begin(State({})))
+        if self._start and (saved := self._start.optimizer):
+            by_name = context.sharding == "fsdp2"
+            fit = partial(fitting_optimizer, saved, self.model, self.optimizer, by_name=by_name)
+            self._start.optimizer = context.together(fit)
 
     def _make_anew(self, repeat: int) -> nn.Module:
         self.seed_everything("init", repeat)
@@ -117,7 +130,18 @@ class Trainer:
             dtype = torch.float64 if self.dtype is torch.float64 else None
             return model.to(self.context.device, dtype)
 
-    def _begin(self, state: State | None = None) -> None:
+    def _read_start(self) -> State | None:
+        """Loads the weights that runs begin from; the optimizer's state is as it was saved."""
+        if self.task.start is None:
+            return None
+        self.start_digest = digest_of(self.task.start)
+        weights, optimizer = read_start(self.task.start)
+        weights = fitting_weights(weights, self.model)
+        with guarded("The load_state_dict of the model"):
+            self.model.load_state_dict(weights)
+        return State(weights, optimizer or {})
+
+    def _begin(self, state: State) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
         make = partial(self.task.optimizer, self.model)
         self.optimizer = optimizer_of(make, self.task.lr, "Task.make_optimizer")
@@ -125,23 +149,29 @@ class Trainer:
             self.scaler.remove()  # its hooks would scale for the next one too
         self.scaler = self.scaling(self.model)
         self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
-        if state is not None:
+        if state.scaler:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
+        if state.optimizer:
             self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
         self.model.zero_grad()
         self.model.train()
-        self.steps = state.steps if state else 0
+        self.steps = state.steps
         # Of steps whose losses were not read yet, and of those that were.
         self._losses: list[Tensor] = []
         self._looked_at: list[float] = []
 
     def restart(self, repeat: int = 0) -> None:
-        """Goes back to a freshly initialised model; each repeat has weights of its own."""
-        fresh = self.context.together(lambda: self._make_anew(repeat))
-        self.context.load_model(self.model, on_host(fresh.state_dict()))
-        del fresh
-        self._begin()
+        """Goes back to a fresh model, each repeat with weights of its own, or to ``Task.start``."""
+        start = self._start
+        if start is None:
+            fresh = self.context.together(lambda: self._make_anew(repeat))
+            start = State(on_host(fresh.state_dict()))
+            del fresh
+        elif self.task.make_optimizer is not self._own_maker:
+            # A study has put another optimizer in its place, which begins without a state.
+            start = replace(start, optimizer={})
+        self.load(start)
 
     def load(self, state: State) -> None:
         """Goes on from a state, at the task's own learning rate."""
@@ -178,9 +208,15 @@ class Trainer:
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
-        together(lambda: self.load(self.state(0).reread()))
+        state = together(lambda: self.state(0))
+        together(lambda: self.load(state.reread()))
         after = fingerprints(self.model)
-        together(lambda: check_model_maker(self._make_anew, before, after))
+        if (start := self._start) is None:
+            together(lambda: check_model_maker(self._make_anew, before, after))
+        elif start.optimizer:
+            # The step began without the checkpoint's state, and made one of its own.
+            found, made = (x.optimizer["state"] for x in (start, state))
+            together(lambda: check_optimizer_state(found, made))
         self.restart()
 
     def _find_company(self) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from steadygrad.tasks import hugging_face
 from steadygrad.tasks.check import check_losses, check_model, evaluating
 from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.samples import CollatedSamples, Samples, read_loader, to_device
+from steadygrad.tasks.start import files_of
 
 LR_DECAYS = ("none", "linear", "cosine")
 OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
@@ -55,6 +57,10 @@ class Task:
         lr_decay: How the learning rate falls after the warm-up, to zero at the end of the run:
             ``"none"`` (it does not), ``"linear"`` or ``"cosine"``.
         loader_workers: Processes that make batches ahead of the training; 0: none.
+        start: Checkpoint that every run begins from, in place of fresh weights: a file of
+            ``torch.save`` or safetensors, or a folder of torch.distributed.checkpoint, Hugging
+            Face's Trainer or Accelerate. The optimizer's state is loaded, too, if it is there; but
+            learning rate, betas and weight decay stay the task's.
 
     Raises:
         InputError: If a field has the wrong type or is out of range, or the data are empty.
@@ -79,6 +85,7 @@ class Task:
     warmup_samples: int = 0
     lr_decay: str = "none"
     loader_workers: int = 0
+    start: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "sample"):
@@ -107,6 +114,8 @@ class Task:
         check_count("warmup_samples", self.warmup_samples, low=0)
         check_choice("lr_decay", self.lr_decay, LR_DECAYS)
         check_count("loader_workers", self.loader_workers, low=0)
+        if self.start is not None:
+            files_of(self.start)
 
     @classmethod
     def from_dataloader(

@@ -16,7 +16,7 @@ def test_defaults():
     assert (TASK.lr_rule, TASK.evaluate, TASK.samples_per_second) == ("sqrt", None, None)
     assert (TASK.micro_batch_size, TASK.tokens_per_sample, TASK.loader_workers) == (None, None, 0)
     assert (TASK.optimizer_takes, TASK.warmup_samples, TASK.lr_decay) == ("parameters", 0, "none")
-    assert TASK.provenance == {}
+    assert (TASK.provenance, TASK.start) == ({}, None)
     assert replace(TASK).provenance is not replace(TASK, provenance={}).provenance
 
 
@@ -50,6 +50,7 @@ def test_a_task_is_frozen_and_public():
         ("lr_decay", "cosin", "`lr_decay`.*Remedy: did you mean 'cosine'"),
         ("loader_workers", -1, "`loader_workers`.*at least 0"),
         ("loader_workers", None, "`loader_workers`.*integer"),
+        ("start", 3, "Task.start should be a file, or a folder.*Found 3.*Remedy"),
         ("provenance", {"files": 3}, "`provenance`.*Remedy"),
         ("provenance", "web", "`provenance`.*Remedy"),
     ],
