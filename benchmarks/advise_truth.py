@@ -2,7 +2,7 @@
 
     python benchmarks/advise_truth.py --save
 
-For each world the whole study is run with every seed: plan, trials, candidates, schedule, words.
+For each world the whole study is run with every seed: search, trials, schedule, words.
 Its claims are compared with the expected losses of ``benchmarks.truth.exact``:
 
 - the interval of the critical batch size at every point covers the truth from that point's weights;
@@ -35,11 +35,12 @@ from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import end_marks, plan_of_length
-from steadygrad.studies.advise.schema import CAP
 
 TOLERANCE = 0.2
 # Falls of so many deviations of one run are resolvable with three repeats.
 RESOLVABLE = 3.0
+# Samples of a study, in lengths of its trainings.
+WORK = 64
 REPLICAS, POINT_REPLICAS = 512, 128
 
 
@@ -47,23 +48,33 @@ def study(task: tuple[str, int, int]) -> dict:
     """Runs one study and compares it with the truth."""
     name, seed, horizon = task
     world = WORLDS[name]
-    sizes = world.batch_size, 4 * world.horizon
-    header = header_of(world, seed, plan_of_length(horizon, (3, 4, 3), *sizes, speed=1000.0))
-    journal, states = run_study(header, CompiledTrainer(world, seed))
-    found, summary = Evidence(header, journal), summarize(header, journal, "complete")
-    points = [point_row(world, found, states, i) for i in found.criticals]
+    plan = plan_of_length(horizon, world.batch_size, 4 * world.horizon, seeds=64, speed=1000.0)
+    header = header_of(world, seed, plan)
+    journal, states = run_study(header, CompiledTrainer(world, seed), WORK * horizon)
+    found, summary = Evidence(header, journal), summarize(header, journal, "budget")
     return {
         "world": name,
         "seed": seed,
         "length": found.length,
-        "points": points,
-        "checks": [check_row(world, found, run) for run in found.checked],
+        "points": [point_row(world, found, states, i) for i in found.criticals],
+        "checks": [check_row(world, found, run) for run in summary.checked],
         "batch": found.constant,
+        "best": best_of(world, found),
         "overhead": overhead_of(world, found, ((0, found.constant),)) if found.constant else None,
-        "schedule": schedule_row(world, found),
-        "rate": rate_row(world, found),
+        "schedule": schedule_row(world, found, summary),
+        "rates": [rate_row(world, found, rate) for rate in summary.rates],
         "words": [summary.answer, *summary.remarks],
     }
+
+
+def best_of(world, found: Evidence) -> int:
+    """The largest batch size whose true overhead is tolerable, below those whose is not."""
+    best = world.batch_size
+    for size in found.rungs[1:]:
+        if overhead_of(world, found, ((0, size),)) > TOLERANCE:
+            break
+        best = size
+    return best
 
 
 def point_row(world, found: Evidence, states, i: int) -> dict:
@@ -86,16 +97,18 @@ def point_row(world, found: Evidence, states, i: int) -> dict:
 
 
 def check_row(world, found: Evidence, run) -> dict:
-    marks = tuple(end_marks(found.length, world.batch_size))
-    truth = min(CAP, overhead_of(world, found, ((0, run.batch_size),), marks))
-    return {"low": run.low, "high": run.high, "overhead": run.overhead, "truth": truth}
+    marks = tuple(end_marks(found.length, decays=False))
+    truth = overhead_of(world, found, ((0, run.batch_size),), marks)
+    return {"size": run.batch_size, "seeds": run.seeds, "low": run.low, "high": run.high} | {
+        "overhead": run.overhead, "truth": truth
+    }  # fmt: skip
 
 
-def schedule_row(world, found: Evidence) -> dict | None:
-    run = found.schedule_check
-    if run is None or not run.within:
+def schedule_row(world, found: Evidence, summary) -> dict | None:
+    if summary.schedule is None or not summary.schedule.advised:
         return None
-    return {"overhead": run.overhead, "truth": overhead_of(world, found, found.schedule)}
+    check = summary.schedule.check
+    return {"overhead": check.overhead, "truth": overhead_of(world, found, found.schedule)}
 
 
 def overhead_of(world, found: Evidence, stages, marks: tuple[int, ...] = ()) -> float:
@@ -125,11 +138,14 @@ def true_overhead(
     return exact.steps_overhead(world, *steps, length, REPLICAS, marks)
 
 
-def rate_row(world, found: Evidence) -> dict:
-    stages = ((0, world.batch_size),)
-    length = found.header.plan.length
-    truth = {factor: true_overhead(world, stages, length, 0, factor) for factor in (0.5, 2.0)}
-    return {"verdict": found.rate.verdict, "truth": truth}
+def rate_row(world, found: Evidence, rate) -> dict:
+    stages, warmup = ((0, rate.batch_size),), found.warmup_samples
+    warmup *= rate.batch_size > world.batch_size
+    truth = {
+        factor: true_overhead(world, stages, found.length, warmup, factor)
+        for factor in (0.5, 1.0, 2.0)
+    }
+    return {"verdict": rate.verdict, "size": rate.batch_size, "truth": truth}
 
 
 def summed(rows: list[dict]) -> list[str]:
@@ -138,11 +154,16 @@ def summed(rows: list[dict]) -> list[str]:
     resolved = [p for p in points if p["resolved"]]
     lost = sum(p.get("resolvable", False) for p in points)
     checks = [c for row in rows for c in row["checks"]]
-    covered = [c["low"] <= c["truth"] <= c["high"] for c in checks]
+    # An interval that begins at none, or ends beyond what is known, reaches on.
+    covered = [
+        (c["low"] == 0 or c["low"] <= c["truth"]) and c["truth"] <= c["high"] for c in checks
+    ]
     safe = [p["safe_overhead"] for p in resolved if p["safe_overhead"] is not None]
     advised = [row["overhead"] for row in rows if row["overhead"] is not None]
+    timid = [2 * row["batch"] <= row["best"] for row in rows if row["batch"]]
     schedules = [row["schedule"]["truth"] for row in rows if row["schedule"]]
-    verdicts = [row["rate"]["verdict"] or "-" for row in rows]
+    rates = [rate for row in rows for rate in row["rates"]]
+    verdicts = [rate["verdict"] or "?" for rate in rates]
     return [
         rows[0]["world"],
         str(len(rows)),
@@ -152,17 +173,22 @@ def summed(rows: list[dict]) -> list[str]:
         share(covered),
         share([value <= 0.25 for value in advised]),
         quantiles(advised),
+        share(timid),
         share([value <= 0.25 for value in schedules]),
         " ".join(f"{v} {verdicts.count(v)}" for v in sorted(set(verdicts))),
-        share([judged_right(row["rate"]) for row in rows if row["rate"]["verdict"]]),
+        share([judged_right(rate) for rate in rates if rate["verdict"]]),
     ]
 
 
 def judged_right(rate: dict) -> bool:
-    """Whether a verdict is not contradicted by the truth."""
-    gains = {float(factor): -value / (1 + value) for factor, value in rate["truth"].items()}
+    """Whether a verdict is not contradicted by the truth.
+
+    One that fits wastes no more samples than are tolerated.
+    """
+    own = 1 + rate["truth"][1.0]
+    gains = {factor: own / (1 + rate["truth"][factor]) - 1 for factor in (0.5, 2.0)}
     if rate["verdict"] == "fits":
-        return max(gains.values()) <= 0.25
+        return max(gains.values()) <= TOLERANCE
     return gains[2.0 if rate["verdict"] == "low" else 0.5] > 0.0
 
 
@@ -186,6 +212,7 @@ HEAD = [
     "check's interval covers truth",
     "advised batch truly <= 25 %",
     "its true overhead, 5 % to 95 %",
+    "half the best size or less",
     "schedule truly <= 25 %",
     "learning rate",
     "verdict right",

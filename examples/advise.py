@@ -12,7 +12,13 @@ import steadygrad
 
 with tempfile.TemporaryDirectory() as folder:
     result = steadygrad.advise(
-        make_task(), budget="20s", threads=1, out=Path(folder, "run"), progress=False
+        make_task(),
+        samples=2048,  # of the training that the advice is for
+        seeds=6,  # or leave it away: as many as the budget allows
+        budget="2m",
+        threads=1,
+        out=Path(folder, "run"),
+        progress=False,
     )
 
 print(result)  # the answer in one sentence, its table, remarks

@@ -130,12 +130,6 @@ CASES = {
     "unit/report/test_browser.py": {
         "test_partial_page": 1,
     },
-    "unit/studies/advise/test_decisions.py": {
-        "test_a_study_with_all_results_there_decides_as_it_did_before_them": 2,
-    },
-    "unit/studies/advise/test_plan.py": {
-        "test_a_plan_fits_its_budget_and_its_own_rules": 12,
-    },
     "unit/studies/compare/test_findings.py": {
         "test_no_finding_contradicts_another": 10,
         "test_twins_are_told_apart_in_one_study_of_twenty_at_most": 0,

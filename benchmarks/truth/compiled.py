@@ -14,10 +14,8 @@ from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
 from steadygrad.noise.schedule import learning_rate
-from steadygrad.studies.advise.analysis import Chooser
-from steadygrad.studies.advise.plan import make_trials
 from steadygrad.studies.advise.schema import Header, Plan, Settings
-from steadygrad.studies.advise.trials import TRIALS
+from steadygrad.studies.advise.trials import TRIALS, trials_of
 from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo
@@ -71,6 +69,7 @@ class CompiledTrainer:
             valid=range(1),
             lr=world.lr,
             lr_rule=world.rule,
+            lr_decay="none",
         )
         self.context = SimpleNamespace(gather=lambda value: [value], on_main=lambda work: work())
         self.restart()
@@ -144,6 +143,7 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
             parameters=world.size,
             train_size=4 * world.horizon,
             valid_size=1,
+            dependent=True,  # which leaves the noise scale out
         ),
         runtime=Runtime(
             device="cpu",
@@ -155,24 +155,24 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
             workers=1,
         ),
         environment={},
-        settings=Settings(task=world.name, seed=seed),
+        settings=Settings(task=world.name, seed=seed, samples=plan.samples),
         plan=plan,
     )
 
 
-def run_study(header: Header, trainer: Any) -> tuple[Results, dict[str, Any]]:
-    """Runs all trials but the noise scale's.
+def run_study(header: Header, trainer: Any, work: float) -> tuple[Results, dict[str, Any]]:
+    """Runs trials, but not the noise scale's, until they have trained on ``work`` samples.
 
     Returns:
         The results, and the states of training at the points.
     """
     journal, states = Results(), _States()
-    place = Workplace(trainer, states, lambda samples, what: None)  # type: ignore[arg-type]
-    for trial in make_trials(header.plan, 1, Chooser(header)):
-        job = trial.job(journal)
-        if job is not None and job["kind"] != "noise":
-            parameters = {name: value for name, value in job.items() if name != "kind"}
-            journal.add(TRIALS[job["kind"]](header.plan, place, **parameters))
+    place = Workplace(trainer, states, lambda samples, what: None, header)  # type: ignore[arg-type]
+    while work > 0 and (found := trials_of(header, journal)):
+        job = found[0].job(journal) or {}
+        work -= found[0].cost
+        parameters = {name: value for name, value in job.items() if name != "kind"}
+        journal.add(TRIALS[job["kind"]](header.plan, place, **parameters))
     return journal, states
 
 

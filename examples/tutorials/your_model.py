@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steadygrad
-from steadygrad.studies.advise.schema import Branch, Point, Scratch
+from steadygrad.studies.advise.schema import Branch, Scratch
 from steadygrad.studies.folder import read_run
 from steadygrad.tasks import Task
 
@@ -63,7 +63,6 @@ def make_task() -> Task:
         lr_rule="sqrt",  # and so it follows larger ones, as suits Adam
         name="digits",
         sample="image",
-        samples_per_second=1_000,  # far below the real speed, for a small plan; see below
     )
 
 
@@ -71,13 +70,15 @@ def make_task() -> Task:
 # Run it
 # ------
 #
-# The budget and the speed decide how much is planned. Here ``samples_per_second`` says a speed far
-# below the real one, so the plan is small, and the same on every machine that is faster than that.
-# Leave that line out of your own task.
+# ``samples`` is the length of the training that the advice is for: yours, in steps times batch
+# size. ``seeds`` bounds the study, so that it is the same on every machine. Leave it out of your
+# own: then more trainings are added until the budget is over.
 
 with tempfile.TemporaryDirectory() as folder:
     out = Path(folder, "run")
-    result = steadygrad.advise(make_task(), budget="2m", threads=1, out=out, progress=False)
+    result = steadygrad.advise(
+        make_task(), samples=4000, seeds=6, budget="5m", threads=1, out=out, progress=False
+    )
     run = read_run(out)  # all that was measured; the folder has report.html as well
 
 print(result)
@@ -89,21 +90,21 @@ print(result)
 #
 # .. code-block:: sh
 #
-#    steadygrad advise digits_task.py:make_task --budget 2m
+#    steadygrad advise digits_task.py:make_task --samples 4000 --budget 5m
 #
 # which, like ``steadygrad.advise("digits_task.py:make_task")``, can train on several workers.
 
 best = result.summary.recommendation
-print(f"batch size {best.batch_size}, learning rate {best.lr:.2g} ({best.basis})")
+print(f"batch size {best.batch_size}, learning rate {best.lr:.3g}, over {best.samples:,} images")
 
 # %%
 # How to read it
 # --------------
 #
-# - The first sentence is the answer for a whole run. It rests on runs from the initial weights with
-#   several seeds, or says "predicted". "Needs 10% more images" is the price of the larger batch:
+# - The first sentence is the answer for a whole run of so many images. It rests on runs from the
+#   initial weights with several seeds. "Needs 10% more images" is the price of the larger batch:
 #   that much more data for the same loss. Up to 20 % is tolerated, which ``--tolerance`` changes.
-# - *The learning rate ... looks too low, so tune it first*: the smallest batch was trained at half
+# - *The learning rate ... is too low, so tune it first*: the smallest batch was trained at half
 #   and at twice the rate. If it is too low, larger batches look better than they are, for they come
 #   with larger rates.
 # - *A run that has seen ... images*: the advice for continuing from there. It rests on branches.
@@ -142,34 +143,38 @@ for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
 # The whole runs
 # --------------
 #
-# Branches begin with weights that the small batch has made, so they are a first guess for a whole
-# run. Runs from the initial weights check it. On the left is how many more images each batch size
-# needs than the smallest, with its confidence interval over seeds. On the right are runs of the
-# smallest batch at other learning rates.
+# Branches begin with weights that the small batch has made: they tell at which batch size to
+# continue. The answer rests on whole runs. On the left is how many more images each batch size
+# needs than the smallest, with its confidence interval; a triangle where that has no end. On the
+# right are the losses at other learning rates, less that at the task's own.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
-checked = run.summary["checked"]
+checked = result.summary.checked
 for place, found in enumerate(checked):
-    left.plot([place] * 2, [100 * found[key] for key in ("low", "high")], "_-", color="C0")
-    left.plot(place, 100 * found["overhead"], "o", color="C0")
+    # What is beyond 60 % is not known.
+    low, middle, high = (100 * min(x, 0.6) for x in (found.low, found.overhead, found.high))
+    left.plot([place] * 2, [low, high], "_-", color="C0")
+    left.plot(place, middle, "o" if found.high <= 0.6 else "^", color="C0")
 left.axhline(100 * run.header.settings.tolerance, color="0.4", linestyle="--", label="tolerated")
 left.set(xlabel="batch size", ylabel="more images, %", xlim=(-1, len(checked)))
-left.set_xticks(range(len(checked)), [str(found["batch_size"]) for found in checked])
+left.set_xticks(range(len(checked)), [str(found.batch_size) for found in checked])
 left.legend(frameon=False)
-curves = {1.0: [place for point in run.select(Point) for place in point.curve]}
-curves |= {found.rate: found.curve for found in run.select(Scratch) if found.rate != 1}
-for rate, curve in sorted(curves.items()):
-    right.plot(*zip(*curve, strict=True), label=f"learning rate {rate * run.header.task.lr:g}")
-right.set(xlabel="images", ylabel="loss, unseen images")
+rates = [other for verdict in result.summary.rates[:1] for other in verdict.others]
+for place, other in enumerate(rates):
+    right.plot([place] * 2, [other.low, other.high], "_-", color="C1")
+    right.plot(place, other.mean, "o", color="C1")
+right.axhline(0, color="0.4", linestyle="--", label=f"learning rate {run.header.task.lr:g}")
+right.set(xlabel="learning rate", ylabel="loss, difference", xlim=(-1, len(rates)))
+right.set_xticks(range(len(rates)), [f"{other.lr:g}" for other in rates])
 right.legend(frameon=False)
 
 # %%
 # What a small budget cannot tell
 # -------------------------------
 
-print(f"longest run: {plan.length / run.header.task.train_size:.1f} passes over the training data")
+print(f"longest run: {plan.samples / run.header.task.train_size:.1f} passes over the training data")
 print(f"largest batch in the branches: {plan.batch_size * max(map(max, plan.multiples))} images")
-print(f"from scratch: at most {plan.candidates} larger batch sizes, {plan.seeds} seeds each")
+print(f"whole runs: {len(run.select(Scratch))}, at most {plan.seeds} seeds of each kind")
 for point in points:
     critical = point.critical
     said = f"{critical.value:.0f}, 95 % interval {critical.low:.0f} to {critical.high:.0f}"
@@ -178,8 +183,8 @@ for point in points:
 # %%
 # - Critical batch sizes grow with training. Advice from a run of this length says little about one
 #   that is ten times as long: give the study a budget for runs as long as yours.
-# - With few seeds and small unseen data an interval is wide. Where "may be as good or not" or "not
-#   known" is printed, take it at its word.
+# - With few seeds and small unseen data an interval is wide. Where "not known" or "uncertain" is
+#   printed, take it at its word.
 # - Larger batch sizes than those that were trained are not judged at all.
 # - Nothing here is about time: whether half of the steps are worth the extra images depends on
 #   what your machine does with a larger batch.

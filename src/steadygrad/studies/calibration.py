@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -47,7 +48,7 @@ def calibrate(
         Samples a second of one trial, and trials at a time.
     """
     workers = _choose_workers(trainer, workers, threads, budget, cluster)
-    measured, figure = _measured_speed(trainer), None
+    measured, figure = measured_speed(trainer, trainer.task.batch_size), None
     if trainer.context.device.type == "cpu":
         figure = trainer.task.samples_per_second
     if figure is not None and measured >= figure:
@@ -81,9 +82,9 @@ def _choose_workers(
         workers = min(cores, MOST_WORKERS, fitting)
     if cores == 1 or workers == threads == 1:
         return 1
-    whole = _measured_speed(trainer)
+    whole = measured_speed(trainer, trainer.task.batch_size)
     torch.set_num_threads(1)
-    one = _measured_speed(trainer)
+    one = measured_speed(trainer, trainer.task.batch_size)
     if workers > 1 and one * workers > WORTH * whole:
         return workers
     if whole > WORTH_THREADS * one:
@@ -91,23 +92,36 @@ def _choose_workers(
     return 1
 
 
-def _measured_speed(trainer: Trainer) -> float:
-    """Samples a second, with micro-batches that fit into memory; the same on every rank."""
-    context, size, data = trainer.context, trainer.task.batch_size, trainer.task.train
+def clock_of(trainer: Trainer) -> Callable[[], float]:
+    """Seconds that only ever grow, as this thread works.
+
+    What other programs take from it does not count, so that a busy machine measures the same
+    speed. Where others work for it, on an accelerator or in processes, all time counts.
+    """
+    alone = trainer.context.device.type == "cpu" and not trainer.task.loader_workers
+    return time.thread_time if alone else time.monotonic
+
+
+def measured_speed(trainer: Trainer, size: int, *, few: bool = False) -> float:
+    """Samples a second at a batch size, the same on every rank; ``few``: by at least three steps.
+
+    With micro-batches that fit into memory.
+    """
+    context, data, clock = trainer.context, trainer.task.train, clock_of(trainer)
 
     def measure() -> float:
         steps = trainer.run(Order(len(data), trainer.seed, "speed"), 0, 1 << 40, size)
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(1 if few else WARM_UP_STEPS):
             next(steps)
-        began, seen = time.monotonic(), 0
+        began, seen = clock(), 0
         # Every rank takes part until rank 0 has seen enough.
-        while context.gather(time.monotonic() - began < SECONDS)[0]:
-            for _ in range(4):
+        while context.gather(clock() - began < SECONDS)[0]:
+            for _ in range(2 if few else 4):
                 next(steps)
                 seen += size
         trainer.look()
-        return seen / (time.monotonic() - began)
+        return seen / (clock() - began)
 
-    measured = context.gather(trainer.by_halves(measure))[0]
+    measured: float = context.gather(trainer.by_halves(measure))[0]
     trainer.restart()
     return measured

@@ -37,6 +37,7 @@ from steadygrad.studies.work import (
     finished,
     make_trainer,
     recorded_trainer,
+    trials_of,
     workplace,
 )
 from steadygrad.studies.workplace import Workplace
@@ -231,7 +232,7 @@ def resume(
     header, given = run.header, dict(given or {})
     settings = _agreed(run, name, given)
     with understanding(folder):
-        trials = module_of(header.study, "trials").trials_of(header)
+        trials = trials_of(header, run.results)
         complete = len(finished(header.study, trials, run.results)) == len(trials)
         summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
@@ -294,8 +295,7 @@ def _run(
     """Runs all trials, and writes the summary however that ends."""
     header, is_main = place.header, place.trainer.context.is_main
     with understanding(folder):
-        trials = module_of(header.study, "trials").trials_of(header)
-        coordinator = Coordinator(trials, results, folder, place, pool, monitor)
+        coordinator = Coordinator(results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None
     try:
         coordinator.run()

@@ -69,6 +69,12 @@ def key_of(study: str, job: Job) -> Key:
     return (kind, *(job[name] for name in types[kind].key_fields))
 
 
+def trials_of(header: Any, results: Results) -> list[Trial]:
+    """The trials of a run that are known; the results may call for more."""
+    found: list[Trial] = module_of(header.study, "trials").trials_of(header, results)
+    return found
+
+
 def finished(study: str, trials: Sequence[Trial], results: Results) -> set[Key]:
     """Keys of the trials whose results are there, or that have nothing to do."""
     done: set[Key] = set()
@@ -100,7 +106,6 @@ class Coordinator:
     same on every rank.
     """
 
-    trials: Sequence[Trial]
     results: Results
     folder: Path
     place: Workplace
@@ -108,16 +113,16 @@ class Coordinator:
     monitor: Monitor
 
     def __post_init__(self) -> None:
-        study, trials = self.place.header.study, self.trials
+        header, trials = self.place.header, trials_of(self.place.header, self.results)
         costs = {trial.key: trial.cost for trial in trials}
         # Samples of each trial that the monitor knows to be done.
-        done = finished(study, trials, self.results)
+        done = finished(header.study, trials, self.results)
         self.told = Counter({key: costs[key] for key in done})
-        self.key_of = partial(key_of, study)
-        self.monitor.begin(sum(costs.values()), self.told.total())
-        chains = tails(trials)
-        by_urgency = sorted(trials, key=lambda trial: -chains[trial.key])
-        self.open = by_urgency if self.pool else list(trials)
+        self.key_of = partial(key_of, header.study)
+        # Results may call for more trials than are known.
+        total = max(header.plan.work, sum(costs.values()))
+        self.monitor.begin(total, self.told.total())
+        self.open: list[Trial] = []
         # Jobs of the trials whose needs are met; None where there is nothing to do.
         self.jobs: dict[Key, Job | None] = {}
         # Trials whose result is there, or that have nothing to do.
@@ -144,9 +149,13 @@ class Coordinator:
                 self._stop(self.pool)
 
     def _find_open(self) -> bool:
-        """Whether a trial is open; trials that have ended meanwhile are taken off the list."""
-        for trial in self.open:
-            if not self.done.issuperset(trial.needs):
+        """Whether a trial is open; those that have ended meanwhile are none."""
+        trials = trials_of(self.place.header, self.results)
+        if self.pool and any(trial.needs for trial in trials):
+            chains = tails(trials)
+            trials = sorted(trials, key=lambda trial: -chains[trial.key])
+        for trial in trials:
+            if trial.key in self.done or not self.done.issuperset(trial.needs):
                 continue
             if trial.key not in self.jobs:
                 self.jobs[trial.key] = trial.job(self.results)
@@ -155,7 +164,7 @@ class Coordinator:
                 self.done.add(trial.key)
                 if rest := trial.cost - self.told[trial.key]:
                     self.monitor.skip(rest)
-        self.open = [trial for trial in self.open if trial.key not in self.done]
+        self.open = [trial for trial in trials if trial.key not in self.done]
         return bool(self.open)
 
     def _submit(self) -> None:

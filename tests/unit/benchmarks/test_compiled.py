@@ -16,17 +16,22 @@ from steadygrad.studies.trainer import Trainer
 @pytest.mark.parametrize("name", ["quadratic", "adam-regression"])
 def test_every_trial_gives_the_losses_of_torch(name):
     world = replace(WORLDS[name], size=8, horizon=1024)
-    plan = plan_of_length(1024, (2, 2, 2), 4, 4096, speed=1000.0)
+    plan = plan_of_length(1024, 4, 4096, seeds=3, speed=1000.0)
     header = header_of(world, 3, plan)
     context = DistributedContext(Deadline())
     trainer = Trainer(world.task(3), seed=3, dtype="float32", context=context)
-    expected, _ = run_study(header, trainer)
-    found, _ = run_study(header, CompiledTrainer(world, 3))
-    keys = [event.key for event in expected]
-    assert [event.key for event in found] == keys
-    assert {type(event) for event in found} == {Point, Branch, Scratch}
+    work = 16 * plan.samples
+    expected, _ = run_study(header, trainer, work)
+    found, states = run_study(header, CompiledTrainer(world, 3), work)
+    keys = [result.key for result in expected]
+    assert [result.key for result in found] == keys
+    assert {type(result) for result in found} == {Point, Branch, Scratch}
+    assert {*states} == {f"point-{result.point}" for result in found.select(Point)}
     for a, b in zip(expected, found, strict=True):
-        losses = [[loss for _, loss in event.curve] for event in (a, b)]
+        if isinstance(a, Point):
+            assert b.valid_loss == pytest.approx(a.valid_loss, rel=1e-4)
+            continue
         assert [place for place, _ in a.curve] == [place for place, _ in b.curve]
         # torch's weights are float32, rounded at each of up to 384 steps.
+        losses = [[loss for _, loss in result.curve] for result in (a, b)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)

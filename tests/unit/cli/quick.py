@@ -16,13 +16,12 @@ __all__ = ["PLAN", "ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
 
 PLAN = changed(
     SMALL,
+    samples=128,
     points=(64, 128),
     branch_samples=(64, 64),
-    multiples=((1, 2, 4), (1, 2, 4)),
+    multiples=((1, 2), (1, 2)),
     noise_steps=(2, 2),
-    rates=False,
-    seeds=0,
-    candidates=0,
+    seeds=3,
 )
 
 # Options of studies of the tiny task, of about a second of training. None of their plans depends

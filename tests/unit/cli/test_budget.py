@@ -3,7 +3,7 @@
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.studies.advise.schema import Noise
+from steadygrad.studies.advise.schema import Scratch
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
@@ -27,15 +27,15 @@ def over_after(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["words", "json"])
-@pytest.mark.parametrize("kind", ["run", "noise"])
-def test_without_a_measured_point_there_is_no_advice(over_after, kind, flags, capsys):
-    """A noise scale stays in the record and on the page; what is printed is the error alone."""
+@pytest.mark.parametrize("kind", ["run", "scratch"])
+def test_without_a_comparison_there_is_no_advice(over_after, kind, flags, capsys):
+    """A training stays in the record and on the page; what is printed is the error alone."""
     folder = over_after(kind)
     assert main(["advise", tiny(), *PLAIN, "--out", str(folder), *flags]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == (
-        "steadygrad: The budget was over before the first point of training was measured. "
+        "steadygrad: The budget was over before one batch size was compared with another. "
         f"Found {str(folder)!r} unfinished, as {str(folder / 'report.html')!r} shows. Remedy: "
         f"continue with --resume {folder} --budget TIME."
     )
@@ -45,5 +45,5 @@ def test_without_a_measured_point_there_is_no_advice(over_after, kind, flags, ca
     run = read_run(folder)
     assert run.summary["status"] == "budget"
     assert run.summary["recommendation"]["batch_size"] is None
-    assert len(run.select(Noise)) == (kind == "noise")
+    assert len(run.select(Scratch)) == (kind == "scratch")
     assert (folder / "report.html").exists()

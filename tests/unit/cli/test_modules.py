@@ -54,7 +54,7 @@ def test_a_page_with_a_schedule_needs_no_torch(tmp_path):
     assert run.summary["schedule"]["advised"]
     write(tmp_path / "run", *run.results, header=run.header, summary=run.summary)
     ours, extras = loaded("report", str(tmp_path / "run"))
-    assert extras <= {"msgspec", "matplotlib", "numpy"}
+    assert extras <= {"msgspec", "matplotlib", "numpy", "scipy"}
     assert not any(f".{other}" in name for name in ours for other in ("compare", "inspect"))
 
 
@@ -73,4 +73,4 @@ def test_a_study_loads_few_modules_and_none_of_another(study, tmp_path):
     assert not any(f".{other}" in name for name in ours for other in others)
     assert len(ours) <= MOST[study], sorted(ours)
     # Student's quantiles; it takes half a second to load.
-    assert ("scipy" in extras) == (study == "compare")
+    assert ("scipy" in extras) == (study != "inspect")

@@ -108,12 +108,14 @@ def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
         ),
         "With --resume: time from now on. (default: 5m)",
         "--keep-half-life Keep the half-life",
+        "--samples INT Samples of the training",
+        "--seeds INT Most seeds",
         "(default: runs/advise-DATE-TIME)",
     ):
         assert text in out
     # Neither a default that is no text nor a flag's.
     assert "how many at a time. --sharding" in out
-    assert "whatever the batch size. --out" in out
+    assert "whatever the batch size. --samples" in out
 
 
 LIST = f"Expected a command: {', '.join(STUDIES)}, report, tasks, init or doctor."

@@ -32,17 +32,15 @@ ROOT = Path(__file__).parents[3]
 FILES = ["header.json", "results", "summary.json"]
 PLAN = Plan(
     batch_size=4,
+    samples=256,
     points=(64, 256),
     branch_samples=(96, 192),
     multiples=((1, 2, 4), (1, 2, 4)),
     noise_steps=(2, 2),
     repeats=2,
-    rates=True,
-    seeds=2,
-    candidates=1,
+    seeds=3,
     samples_per_second=200.0,
-    work=1,
-    span=1,
+    work=10_628,
 )
 
 

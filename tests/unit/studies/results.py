@@ -47,17 +47,15 @@ RUNTIME = Runtime(
 )
 PLAN = Plan(
     batch_size=4,
+    samples=512,
     points=(128, 512),
     branch_samples=(64, 256),
     multiples=((1, 2, 4), (1, 2, 4, 8)),
     noise_steps=(8, 8),
     repeats=2,
-    rates=True,
-    seeds=2,
-    candidates=1,
+    seeds=64,
     samples_per_second=100.0,
     work=4096,
-    span=4096,
 )
 
 
@@ -85,7 +83,7 @@ def make_header(
 
 def make_point(point: int = 0, **fields: Any) -> Point:
     samples = PLAN.points[point]
-    rest = {"curve": ((samples, 1.0),), "training": ((samples, 1.2),), "valid_loss": 1.0}
+    rest = {"training": ((samples, 1.2),), "valid_loss": 1.0}
     return Point(**{"point": point, "samples": samples, "steps": samples // 4, **rest, **fields})
 
 
@@ -103,9 +101,12 @@ def make_branch(loss: float = 0.9, *, batch_size: int = 4, **fields: Any) -> Bra
 
 def make_scratch(loss: float = 0.8, *, batch_size: int = 8, **fields: Any) -> Scratch:
     stages = (Stage(from_samples=0, batch_size=batch_size, lr=0.001),)
-    known = {"purpose": "constant", "repeat": 0, "rate": 1.0, "warmup_samples": 0}
-    run = {"steps": 512 // batch_size, "samples": 512, "curve": ((512, loss),), "stages": stages}
-    return Scratch(**{"loss": loss, "batch_size": batch_size, **known, **run, **fields})
+    known = {"course": str(batch_size), "repeat": 0, "rate": 1.0, "warmup_samples": 0}
+    run = {"steps": 512 // batch_size, "samples": 512, "place": 500.0, "stages": stages}
+    curve = ((500.0, loss),)
+    return Scratch(
+        **{"loss": loss, "batch_size": batch_size, "curve": curve, **known, **run, **fields}
+    )
 
 
 def write(

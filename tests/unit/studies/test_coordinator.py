@@ -26,7 +26,7 @@ from tests.unit.studies.results import make_header
 
 def point(number, loss=None):
     loss = float(number) if loss is None else loss
-    return Point(point=number, samples=1, steps=1, valid_loss=loss, curve=(), training=())
+    return Point(point=number, samples=1, steps=1, valid_loss=loss, training=())
 
 
 def job(number, loss=None):
@@ -86,7 +86,7 @@ def failing(error):
 
 
 class Setting:
-    """A study in a folder, its executor and its results."""
+    """A study in a folder, its executor and its results; ``trials`` may be a function of these."""
 
     def __init__(self, trials, folder, *, workers=3, seed=0, known=(), monitor=None):
         (folder / "results").mkdir(exist_ok=True, parents=True)
@@ -112,7 +112,9 @@ class Setting:
         trainer.by_halves = lambda attempt: attempt()
         place, pool = Workplace(trainer, None, None, make_header()), self.pool if pool else None
         monkeypatch.setitem(TRIALS, "point", toy)
-        Coordinator(self.trials, self.results, self.folder, place, pool, self.monitor).run()
+        given = self.trials if callable(self.trials) else lambda results: self.trials
+        monkeypatch.setattr(work, "trials_of", lambda header, results: given(results))
+        Coordinator(self.results, self.folder, place, pool, self.monitor).run()
         # Times apart: a worker's own are not measured here.
         return [msgspec.structs.replace(result, time={}) for result in self.results]
 
@@ -193,6 +195,19 @@ def test_adaptive_trials(tmp_path, monkeypatch, seed):
     assert serial.files == setting.files
 
 
+def search(results):
+    """Two trials for every two whose results are there, as far as 8."""
+    there = len(list(results))
+    return [trial(n) for n in range(8) if n // 2 <= there // 2 and not results.get(Point, n)]
+
+
+@pytest.mark.parametrize("way", ["parallel", "serial"])
+def test_results_may_call_for_more_trials(tmp_path, monkeypatch, way):
+    setting = Setting(search, tmp_path)
+    assert setting.run(monkeypatch, way == "parallel") == ALL
+    assert setting.executor.most == (2 if way == "parallel" else 0)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("way", ["parallel", "serial"])
 def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, seed, way):
@@ -218,7 +233,7 @@ def test_what_is_there_is_not_run_again_and_is_done_from_the_beginning(tmp_path,
         assert again.run(monkeypatch, way == "parallel") == known
         assert again.executor.ran == []
         # What a run holds, and what it makes needless, tells no speed.
-        assert again.monitor.before == again.monitor.done == again.monitor.total
+        assert again.monitor.before == again.monitor.done == 61
         assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
 
 

@@ -51,7 +51,7 @@ def test_a_task_without_betas_and_weight_decay():
 
 
 def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
-    monkeypatch.setattr("steadygrad.studies.calibration._measured_speed", lambda trainer: 8.0)
+    monkeypatch.setattr("steadygrad.studies.calibration.measured_speed", lambda *_: 8.0)
     monkeypatch.setattr(
         "steadygrad.studies.calibration.environment", lambda: {"cores": 8, "memory_bytes": 1 << 40}
     )
@@ -90,7 +90,7 @@ def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
 )
 def test_one_thread_is_tried_whatever_the_budget(monkeypatch, budget, speeds, chosen):
     place = "steadygrad.studies.calibration."
-    monkeypatch.setattr(place + "_measured_speed", lambda _: speeds[torch.get_num_threads()])
+    monkeypatch.setattr(place + "measured_speed", lambda *_: speeds[torch.get_num_threads()])
     monkeypatch.setattr(place + "environment", lambda: {"cores": 8, "memory_bytes": 1 << 40})
     trainer = make_trainer(make_task(samples_per_second=None))
     before = torch.get_num_threads()
@@ -118,7 +118,7 @@ def test_one_thread_is_tried_whatever_the_budget(monkeypatch, budget, speeds, ch
 def test_a_measured_speed_is_rounded_down_and_a_task_figure_is_kept(
     monkeypatch, figure, measured, speed
 ):
-    monkeypatch.setattr("steadygrad.studies.calibration._measured_speed", lambda trainer: measured)
+    monkeypatch.setattr("steadygrad.studies.calibration.measured_speed", lambda *_: measured)
     trainer = make_trainer(make_task(samples_per_second=figure))
     found = calibrate(trainer, workers=1, threads=1, budget=1e3)
     assert found == (pytest.approx(speed), 1)

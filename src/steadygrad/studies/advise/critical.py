@@ -8,7 +8,7 @@ and this drop must not make still larger batches look free. The critical batch s
 one whose overhead is within the tolerance.
 
 Branches tell what a batch size costs from their point on. They do not add up to a run from the
-initial weights: :func:`predict` gives a number that is called predicted until it was trained.
+initial weights.
 """
 
 import math
@@ -22,7 +22,6 @@ from steadygrad.studies.advise.schema import CAP, Branch, Critical
 from steadygrad.studies.statistics import (
     Floats,
     Variances,
-    isotonic,
     quantile,
     redraw,
     residual_variances,
@@ -38,9 +37,8 @@ LEAST_FALL = 3.0
 ROUNDING = 1e-6
 # Ratio of the interval's ends above which the critical batch size is not known.
 WIDE = 4.0
-# Exponents of the curves that are tried, and the steps of the sum over training.
+# Exponents of the curves that are tried.
 POWERS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-NODES = 64
 
 
 @dataclass(frozen=True)
@@ -255,59 +253,3 @@ def crossing(
         part = np.where(count < (stable or len(sizes)), (tolerance - low) / (high - low), 0.0)
     between = places[last] + (places[first] - places[last]) * part
     return np.where(count < len(sizes), between, math.inf)
-
-
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """A point of training, in samples, whose critical batch size is resolved.
-
-    ``centre``: samples seen halfway through the branches, to which their overheads refer.
-    """
-
-    samples: int
-    centre: float
-    critical: Critical
-
-    def overhead(self, sizes: Floats) -> Floats:
-        """Overhead at any batch sizes: linear between those tried, then on at their mean slope."""
-        tried = np.asarray(self.critical.sizes, dtype=float)
-        known = isotonic(np.asarray([*self.critical.overhead.values()]))
-        slope = (known[-1] - known[0]) / (tried[-1] - tried[0])
-        beyond = known[-1] + slope * np.maximum(0.0, sizes - tried[-1])
-        return np.where(sizes > tried[-1], beyond, np.interp(sizes, tried, known))
-
-
-def predict(points: Sequence[MeasuredPoint], length: int, tolerance: float) -> float:
-    """Largest constant batch size whose mean overhead over a run is within the tolerance.
-
-    Between the points the overhead is interpolated over the reciprocal of the samples seen, which
-    is right for a critical batch size that stays, or that grows in proportion. Before the first
-    point it is taken to have grown in proportion from nothing, about as Merrill et al. (2025) saw
-    it begin; after the last one it stays.
-
-    At most the largest that was tried. The points are in the order of training.
-
-    References:
-        | Critical Batch Size Revisited (Merrill et al., 2025), https://arxiv.org/abs/2505.23971
-    """
-    base = points[0].critical.sizes[0]
-    ladders = (point.critical.sizes for point in points)
-    sizes = np.asarray(max(ladders, key=lambda tried: (tried[-1], len(tried))), dtype=float)
-    nodes = np.geomspace(min(base, length / 2), length, NODES + 1)
-    seen = np.sqrt(nodes[1:] * nodes[:-1])
-    rows = np.stack([_overheads(points, sizes, moment) for moment in seen])
-    mean = isotonic((rows * np.diff(nodes)[:, None]).sum(0) / length)
-    found = crossing(sizes.tolist(), (1 + mean) / (1 + mean[0]) - 1, tolerance)
-    return min(float(found), float(sizes[-1]))
-
-
-def _overheads(points: Sequence[MeasuredPoint], sizes: Floats, seen: float) -> Floats:
-    centres = [point.centre for point in points]
-    if seen <= centres[0]:
-        return points[0].overhead(sizes * centres[0] / seen)
-    if seen >= centres[-1]:
-        return points[-1].overhead(sizes)
-    i = int(np.searchsorted(centres, seen)) - 1
-    part = (1 / centres[i] - 1 / seen) / (1 / centres[i] - 1 / centres[i + 1])
-    before, after = points[i].overhead(sizes), points[i + 1].overhead(sizes)
-    return np.asarray((1 - part) * before + part * after)

@@ -7,9 +7,20 @@ from msgspec.structs import replace
 
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
-from steadygrad.studies.advise.analysis import Evidence
-from steadygrad.studies.advise.schema import Header, Noise, Point, Recommendation, Stage, Summary
+from steadygrad.studies.advise.analysis import RATES, Evidence
+from steadygrad.studies.advise.pairs import Pairs
+from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES
+from steadygrad.studies.advise.schema import (
+    Checked,
+    Header,
+    Noise,
+    Point,
+    Recommendation,
+    Stage,
+    Summary,
+)
 from steadygrad.studies.folder import Results
+from steadygrad.studies.sequential import LOOKS
 
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
@@ -18,15 +29,13 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
     evidence, plan = Evidence(header, results), header.plan
-    recommendation, rate = _recommendation(evidence), evidence.rate
+    recommendation, rates = _recommendation(evidence), _rates(evidence)
     schedule, going_on = _schedule(evidence), _going_on(evidence)
-    ended = schema.Unfinished(measured=len(evidence.criticals), planned=len(plan.points))
-    unplanned = schema.Unplanned() if recommendation.batch_size and not plan.candidates else None
     findings = (
         recommendation,
-        None if status == "complete" else ended,
-        rate if rate.samples else None,
-        unplanned or _larger(evidence),
+        schema.Unfinished() if status in ("interrupted", "failed") else None,
+        *rates,
+        _larger(evidence),
         _flat(evidence),
         schedule,
         going_on,
@@ -41,38 +50,103 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         tolerance=evidence.tolerance,
         findings=tuple(finding for finding in findings if finding is not None),
         recommendation=recommendation,
-        rate=rate,
+        rates=rates,
         schedule=schedule,
         going_on=going_on,
-        checked=tuple(evidence.checked),
+        checked=tuple(_checked(evidence, pairs) for pairs in evidence.sizes.values()),
         points=tuple(_measured(evidence, point) for point in results.select(Point)),
     )
     return found.worded(words)
 
 
 def _recommendation(evidence: Evidence) -> Recommendation:
-    size, base = evidence.constant, evidence.plan.batch_size
-    run, task = evidence.passed, evidence.task
+    size, base, task = evidence.constant, evidence.plan.batch_size, evidence.task
+    if not evidence.length:
+        return Recommendation(why="flat")
+    if not evidence.sizes:
+        return Recommendation(why="unmeasured")
     if size is None:
-        why = "runs" if evidence.measured else _fall(evidence, [*evidence.criticals])
-        return Recommendation(why=why if evidence.criticals else "unmeasured")
+        minutes = _minutes(evidence)
+        return Recommendation(why="undecided", samples=evidence.length, minutes=minutes)
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
     at = base if evidence.header.settings.keep_half_life else size
     decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
+    overhead, low, high = evidence.sizes[size].overheads if size > base else (None,) * 3
     return Recommendation(
         batch_size=size,
         lr=evidence.lr(size),
         warmup_samples=0 if size == base else evidence.warmup_samples,
         samples=evidence.length,
-        overhead=run.overhead if run else None,
-        low=run.low if run else None,
-        high=run.high if run else None,
-        basis="trained" if run or evidence.failed else "own" if size == base else "predicted",
+        overhead=overhead,
+        low=low,
+        high=high,
         known=evidence.known,
         half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
         decay_half_life=at * math.log(2) / decay if decay else None,
     )
+
+
+def _minutes(evidence: Evidence) -> float:
+    """Time for the pairs that would decide over the size that needs the fewest."""
+    sizes = evidence.sizes.values()
+    open_ = (pairs for pairs in sizes if not (pairs.passed or pairs.failed))
+    missing = min((pairs.needed - len(pairs) for pairs in open_), default=LOOKS[0])
+    # The other searches take their parts as well.
+    samples = 2 * missing * evidence.length / (1 - BRANCHES - OTHER_RATES)
+    speed = evidence.plan.samples_per_second * evidence.header.runtime.workers
+    return samples / speed / 60
+
+
+def _checked(evidence: Evidence, pairs: Pairs) -> Checked:
+    first = pairs.runs[0]
+    overhead, low, high = pairs.overheads
+    return Checked(
+        batch_size=first.batch_size,
+        stages=first.stages,
+        warmup_samples=first.warmup_samples,
+        steps=first.steps,
+        seeds=len(pairs),
+        loss=float(pairs.finals.mean()),
+        overhead=overhead,
+        low=low,
+        high=high,
+        within=pairs.passed,
+        beyond=pairs.failed,
+    )
+
+
+def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
+    """Verdicts on the learning rates of the smallest batch and of the recommended one."""
+    found = []
+    for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
+        known = evidence.rate(size) if size else {}
+        if size is None or len(known) < len(RATES):
+            continue
+        better = [rate for rate, other in known.items() if other.sure]
+        fits = all(other.never for other in known.values())
+        # Where both are better, nothing is known of the best.
+        verdict = ("low" if better[0] > 1 else "high") if len(better) == 1 else "fits" * fits
+        others = tuple(
+            schema.OtherRate(
+                lr=evidence.lr(size) * rate,
+                seeds=other.pairs,
+                mean=other.mean,
+                low=other.low,
+                high=other.high,
+            )
+            for rate, other in known.items()
+        )
+        found.append(
+            schema.RateVerdict(
+                verdict="" if len(better) > 1 else verdict,
+                batch_size=size,
+                lr=evidence.lr(size),
+                samples=evidence.length,
+                others=others,
+            )
+        )
+    return tuple(found)
 
 
 def _fall(evidence: Evidence, points: list[int]) -> str:
@@ -84,18 +158,17 @@ def _fall(evidence: Evidence, points: list[int]) -> str:
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:
-    if evidence.constant is None or not evidence.checked:
+    if not evidence.sizes:
         return None
-    run, most = evidence.failed, evidence.checked[-1].batch_size
-    sure = run is not None and run.low > evidence.tolerance
-    lost = int(evidence.diverged) if evidence.constant < evidence.diverged <= most else None
-    gap = sure and not evidence.known and evidence.passed is None
-    return schema.Larger(run=run, gap=gap, diverged=lost if run is None else None)
+    least = evidence.constant or evidence.plan.batch_size
+    above = (pairs for size, pairs in evidence.sizes.items() if size > least)
+    pairs = next((pairs for pairs in above if not pairs.passed), None)
+    return schema.Larger(run=_checked(evidence, pairs) if pairs else None)
 
 
 def _flat(evidence: Evidence) -> schema.Flat | None:
     flat = [i for i, critical in evidence.criticals.items() if not critical.resolved]
-    if not flat or not evidence.measured:
+    if not flat:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
     epochs = seen[-1] / evidence.task.train_size
@@ -105,7 +178,7 @@ def _flat(evidence: Evidence) -> schema.Flat | None:
 def _schedule(evidence: Evidence) -> schema.Schedule | None:
     if not evidence.schedule:
         return None
-    run, tokens = evidence.schedule_check, evidence.task.tokens_per_sample
+    pairs, tokens = evidence.schedule_pairs, evidence.task.tokens_per_sample
     rows = [
         {"from_samples": n, "batch_size": b, "lr": evidence.lr(b)} for n, b in evidence.schedule
     ]
@@ -114,16 +187,18 @@ def _schedule(evidence: Evidence) -> schema.Schedule | None:
         stages=msgspec.convert(rows, tuple[Stage, ...]),
         steps=evidence.steps(evidence.schedule),
         warmup_samples=0 if own else evidence.warmup_samples,
-        basis="predicted" if run is None else "trained",
-        advised=run is not None and run.within,
-        check=run,
+        advised=pairs is not None and pairs.passed,
+        check=_checked(evidence, pairs) if pairs else None,
         megatron=BatchSizeSchedule(rows).to_megatron(tokens) if tokens else "",
     )
 
 
 def _going_on(evidence: Evidence) -> schema.GoingOn | None:
     """Batch size and learning rate for continuing from the last resolved point."""
-    last = max((i for i, c in evidence.criticals.items() if c.resolved), default=None)
+    # A point whose file is damaged is there again when the study goes on.
+    there = {point.point for point in evidence.results.select(Point)}
+    known = (i for i, c in evidence.criticals.items() if c.resolved and i in there)
+    last = max(known, default=None)
     if last is None:
         return None
     critical, plan = evidence.criticals[last], evidence.plan

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies import charts
-from steadygrad.studies.advise.runs import baseline_of, scratch_runs
+from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.schema import Branch, Critical, Noise, Point, Scratch, Summary
 from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
+from steadygrad.studies.sequential import interval
 from steadygrad.studies.text import plural, show, size
 
 
@@ -33,15 +35,14 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     task = run.header.task
     spots, samples = _spots(run, found), plural(task.sample)
-    runs = sorted(run.select(Scratch), key=lambda r: (r.purpose, r.batch_size, r.rate, r.repeat))
+    runs = sorted(run.select(Scratch), key=lambda run: (run.batch_size, run.key))
     resolved = any(spot.resolved for spot in spots)
     return {
         "found": found,
         "samples": samples,
         "spots": spots,
         "runs": runs,
-        # The main trajectory is a run from the initial weights with the first seed.
-        "seeds": len({0, *(each.repeat for each in runs)}),
+        "seeds": len({each.repeat for each in runs}),
         "sizes": sorted({size for spot in spots for size in spot.branches}),
         "forms": _forms(found, task.tokens_per_sample),
         "scratch": _scratch(run, found, samples) if found else None,
@@ -85,40 +86,30 @@ def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
 
 
 def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
-    """The loss curve of the smallest batch, and final losses of all others."""
-    plan, length = run.header.plan, found.recommendation.samples or 0
-    base = baseline_of(plan, run.results, plan.points.index(length)) if length else None
-    if base is None:
+    """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
+    evidence = Evidence(run.header, run.results)
+    if not evidence.sizes:
         return None
-    finals = {size(found.batch_size): list(base.losses[-1])}
-    for name, purpose in ((None, "constant"), ("growing", "schedule")):
-        for batch_size, runs in scratch_runs(run.results, purpose).items():
-            if (batch_size, purpose) != (found.batch_size, "constant"):
-                finals[name or size(batch_size)] = [each.loss for each in runs]
-    checks = [*found.checked, found.schedule and found.schedule.check]
 
     def paint(figure: Figure, narrow: bool) -> None:
-        ratios = [1.3, 1] if narrow else [2.2, 1]
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=ratios)
-        left.plot(base.places, base.losses, color=SCHEDULE, linewidth=1, alpha=0.6)
-        left.plot(base.places, base.losses.mean(1), color=INK, linewidth=1.8)
-        charts.samples_axis(left, base.places[0] / 1.04, length, samples, narrow=narrow)
-        left.set_ylabel("validation loss")
-        for check in checks:
-            if check and math.isfinite(check.loss):
-                for axes in (left, right):
-                    axes.axhline(check.loss, color=CRITICAL, lw=1, ls=(0, (4, 3)), zorder=1)
-        for place, losses in enumerate(finals.values()):
-            known = [each for each in losses if math.isfinite(each)]
-            charts.dots(right, place, known, CRITICAL if place else INK, size=7)
-            if len(known) < len(losses):
-                charts.cross(right, place)
-        right.set_xlim(-0.6, len(finals) - 0.4)
-        right.set_xticks(range(len(finals)), list(finals), color=MUTED)
-        right.set_xlabel("batch size")
+        axes = figure.subplots()
+        axes.axhline(0, color=INK, linewidth=1)
+        for place, pairs in enumerate(evidence.sizes.values()):
+            apart = pairs.behind(np.asarray(found.tolerance))
+            known = [each for each in apart if math.isfinite(each)]
+            charts.dots(axes, place, known, CRITICAL, size=7)
+            if len(known) < len(apart):
+                charts.cross(axes, place)
+                continue
+            ends = interval(apart)[1:]
+            axes.plot([place, place], ends, color=INK, linewidth=1.5)
+        axes.set_xlim(-0.6, len(evidence.sizes) - 0.4)
+        axes.set_xticks(range(len(evidence.sizes)), [*map(size, evidence.sizes)], color=MUTED)
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("validation loss, difference")
 
-    names = ", ".join(finals)
-    spoken = f"Validation loss of batch {found.batch_size}, and final losses of batch {names}."
+    names = ", ".join(map(str, evidence.sizes))
+    spoken = f"Final losses of batch {names} less the tolerated loss, seed by seed."
     return charts.chart("scratch", spoken, paint, height=300)
 
 

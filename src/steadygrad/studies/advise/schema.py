@@ -15,8 +15,10 @@ KEEP = (
     "Keep the half-life of Adam's second moment and of the weight decay in samples, whatever the "
     "batch size."
 )
-# A sample overhead that stands for itself and more: the curves begin at a quarter of a run.
+# An overhead of a branch that stands for itself and more: its curve begins at a quarter.
 CAP = 3.0
+SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
+SEEDS = "Most seeds of each batch size, 3 to 64. 0 or auto: as many as the budget allows."
 
 Curve = tuple[tuple[Count, float], ...]
 """Pairs of samples seen and validation loss."""
@@ -35,6 +37,8 @@ class Settings(schema.CommonSettings):
         Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
     ] = "float32"
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
+    samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
+    seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,40 +46,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         batch_size: The task's own, in samples.
+        samples: Length of the training that the advice is for, at most.
         points: Samples seen by the main trajectory at each point of training.
         branch_samples: Samples of each branch from each point.
         multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
         noise_steps: Measurements of the noise scale at each point.
         repeats: Data orders of each branch.
-        rates: Whether the smallest batch is trained at other learning rates.
-        seeds: Runs from the initial weights with each batch size; 0: the advice is not checked.
-        candidates: Most batch sizes to train from the initial weights.
+        seeds: Most trainings from the initial weights with each batch size.
         samples_per_second: Training speed of one trial that the plan reckons with.
-        work: Cost of all trials, in samples.
-        span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
+        work: Samples of the smallest batch that the budget has time for.
     """
 
     batch_size: Positive
+    samples: Positive
     points: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     branch_samples: tuple[Positive, ...]
     multiples: tuple[Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)], ...]
     noise_steps: tuple[Positive, ...]
     repeats: Few
-    rates: bool
     seeds: Few
-    candidates: Few
     samples_per_second: PositiveFloat
     work: Positive
-    span: Positive
-
-    @property
-    def length(self) -> int:
-        """Samples of the main trajectory, and of each run from the initial weights."""
-        return self.points[-1]
 
     @property
     def largest_batch(self) -> int:
-        """Samples of the largest branch."""
+        """Samples of the largest batch that is tried."""
         return max(row[-1] for row in self.multiples) * self.batch_size
 
 
@@ -90,7 +85,6 @@ class Point(Result, frozen=True, tag="point"):
     """The main trajectory has reached a point of training.
 
     Attributes:
-        curve: Validation losses since the point before, this one included.
         training: Samples seen and mean training loss of stretches since the point before.
     """
 
@@ -99,7 +93,6 @@ class Point(Result, frozen=True, tag="point"):
     samples: Positive
     steps: Count
     valid_loss: float
-    curve: Curve
     training: Curve
 
 
@@ -149,29 +142,32 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scratch(Result, frozen=True, tag="scratch"):
-    """One run from the initial weights.
+    """One training from the initial weights.
 
     Attributes:
-        purpose: ``"constant"`` for one batch size, ``"schedule"`` for a growing one.
-        repeat: Number of the seed; repeat 0 of the smallest batch is the main trajectory.
-        batch_size: Batch size of the last stage, in samples.
+        course: Batch size, or sizes, as ``plan.course_of`` names them.
+        repeat: Number of the seed.
         rate: Learning rate over the one that the task's rule gives for the batch size.
+        samples: Length of the training.
+        batch_size: The last one, in samples.
         warmup_samples: Samples over which the learning rate rises from the task's own.
-        samples: Samples that ``loss`` stands for.
+        place: Samples that ``loss`` stands for.
         loss: Mean validation loss near the end; infinite if the run diverged.
+        curve: The same at all lengths that were passed on the way, ascending.
     """
 
-    key_fields = ("purpose", "repeat", "batch_size", "rate")
-    purpose: Literal["constant", "schedule"]
+    key_fields = ("course", "repeat", "rate", "samples")
+    course: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(-[1-9][0-9]*@[1-9][0-9]*)*$")]
     repeat: Count
-    batch_size: Positive
     rate: PositiveFloat
+    samples: Positive
+    batch_size: Positive
     stages: tuple[Stage, ...]
     warmup_samples: Count
     steps: Count
-    samples: Positive
+    place: PositiveFloat
     loss: float
-    curve: Curve
+    curve: tuple[tuple[PositiveFloat, float], ...]
 
 
 RESULTS = Point | Noise | Branch | Scratch
@@ -234,12 +230,14 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """A batch size, or a schedule and its last one, that was trained from the initial weights.
 
     Attributes:
+        seeds: Pairs with the smallest batch.
         loss: Mean final validation loss; infinite where a run diverged.
-        overhead: Extra samples, as a fraction of what the smallest batch needs.
-        low: Lower end of its 95% interval over seeds.
+        overhead: Extra samples, as a fraction of what the smallest batch needs; 0 where it needs
+            none, and infinite beyond the largest one that is known, three tolerances.
+        low: Lower end of its interval.
         high: Upper end.
-        upper: Overhead that the truth exceeds with a chance of 10 %.
-        within: Whether it is within the tolerance; see ``runs.checked_runs``.
+        within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
+        beyond: Whether the whole interval is beyond the tolerance.
     """
 
     batch_size: int
@@ -251,26 +249,21 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     overhead: float
     low: float
     high: float
-    upper: float
     within: bool
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the overhead is at or above the largest one that is distinguished."""
-        return self.overhead >= CAP
+    beyond: bool
 
 
 class Recommendation(Finding, frozen=True, tag="recommendation"):
     """The fixed batch size for a run of ``samples`` from the initial weights; None: not known.
 
     Attributes:
-        overhead: Extra samples as a fraction, where it was trained; with its 95% interval.
-        basis: ``"trained"``, ``"predicted"``, ``"own"`` (the task's), or ``"none"``.
-        known: Whether it passed its check, or the next larger one is known to fail.
+        overhead: Extra samples as a fraction, with its interval; None for the smallest batch.
+        known: Whether the next larger size that fits is known to fail.
         half_life: Samples after which Adam's second moment is halved.
         decay_half_life: Samples after which weights that only decay are halved.
-        why: Why there is none: ``"unmeasured"``; ``"runs"``, the loss did not fall before any
-            point; or along the branches it is ``"zero"``, falls ``"slightly"``, or is ``"flat"``.
+        why: Why there is none: ``"unmeasured"``, ``"flat"`` (the smallest batch's loss does not
+            fall), or ``"undecided"``.
+        minutes: About how long it would take to decide, at this study's speed.
     """
 
     batch_size: int | None = None
@@ -280,49 +273,60 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
     overhead: float | None = None
     low: float | None = None
     high: float | None = None
-    basis: str = "none"
     known: bool = False
     half_life: float | None = None
     decay_half_life: float | None = None
     why: str = ""
+    minutes: float | None = None
+
+
+class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
+    """Validation losses at another learning rate less those at the task's own, by ``seeds`` pairs.
+
+    Infinite where a training diverged.
+    """
+
+    lr: float
+    seeds: int
+    mean: float
+    low: float
+    high: float
 
 
 class RateVerdict(Finding, frozen=True, tag="rate"):
-    """Whether the task's learning rate suits a run of ``samples``; 0: no other was trained.
+    """Whether the learning rate of a batch size suits a run of ``samples``.
 
     Attributes:
-        verdict: ``"low"``, ``"high"``, ``"fits"``, or ``""`` where there is none.
-        why: Why there is none: the losses are the ``"same"`` at all rates, or ``"zero"``, or
-            ``"rising"`` over the run.
-        losses: Mean losses over the last 40 % of the run, by rate relative to the task's own.
-        overheads: Extra samples that each rate needs by a fit through the task's own losses, as a
-            fraction between bounds; negative where it needs fewer. Empty without a verdict.
-        elsewhere: Whether the recommended run has another length.
-        first: Whether the rate has to be tuned before the recommendation is followed.
+        verdict: ``"low"`` or ``"high"`` where another rate is better, ``"fits"`` where none is by
+            as much as the tolerated samples lower the loss, or ``""``: cannot tell.
+        others: Half and twice the rate.
     """
 
-    verdict: str = ""
-    why: str = ""
-    samples: int = 0
-    losses: dict[str, float] = msgspec.field(default_factory=dict)
-    overheads: dict[str, float] = msgspec.field(default_factory=dict)
-    elsewhere: bool = False
-    first: bool = False
+    verdict: str
+    batch_size: int
+    lr: float
+    samples: int
+    others: tuple[OtherRate, ...]
+
+    @property
+    def better(self) -> OtherRate | None:
+        """The rate that is better; None where no single one is known to be."""
+        which = {"low": max, "high": min}.get(self.verdict)
+        return which(self.others, key=lambda other: other.lr) if which else None
 
 
 class Schedule(Finding, frozen=True, tag="schedule"):
     """A growing batch that takes fewer steps than the recommended one.
 
     Attributes:
-        basis: ``"trained"``, with its ``check``, or ``"predicted"``.
-        advised: Whether it passed its check.
+        check: What was trained of it; None before three pairs.
+        advised: Whether it passed.
         megatron: Megatron's option; empty where a sample has no number of tokens.
     """
 
     stages: tuple[Stage, ...]
     steps: int
     warmup_samples: int
-    basis: str
     advised: bool
     check: Checked | None
     megatron: str
@@ -344,15 +348,9 @@ class GoingOn(Finding, frozen=True, tag="going on"):
 
 
 class Larger(Finding, frozen=True, tag="larger"):
-    """The smallest larger batch that was trained and was not within the tolerance; None: none.
-
-    ``gap``: whether it failed for certain, and a size below it was not tried. ``diverged``: a batch
-    size that diverged in another run, and bounds the recommendation.
-    """
+    """The smallest larger batch that was trained and is not within the tolerance; None: none."""
 
     run: Checked | None
-    gap: bool
-    diverged: int | None
 
 
 class Flat(Finding, frozen=True, tag="flat"):
@@ -366,18 +364,11 @@ class Flat(Finding, frozen=True, tag="flat"):
     how: str
 
 
-class Unplanned(Finding, frozen=True, tag="unplanned"):
-    """The budget was too short for a run from the initial weights."""
-
-
 class Unfinished(Finding, frozen=True, tag="unfinished"):
-    """The study ended after so many of the planned points."""
-
-    measured: int
-    planned: int
+    """The study was interrupted, or it failed."""
 
 
-Others = Schedule | GoingOn | Larger | Flat | Unplanned | Unfinished
+Others = Schedule | GoingOn | Larger | Flat | Unfinished
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,7 +389,8 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
         lr: The task's learning rate.
         tolerance: Extra samples that are acceptable, as a fraction.
         findings: The most important first; the next four are among them.
-        checked: The other batch sizes that were trained with every seed, ascending.
+        rates: Of the smallest batch, and of the recommended one, as far as they are known.
+        checked: The other batch sizes that were compared with the smallest, ascending.
         points: Points of training at which the study measured.
     """
 
@@ -407,7 +399,7 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     tolerance: float
     findings: tuple[Recommendation | RateVerdict | Others, ...]
     recommendation: Recommendation
-    rate: RateVerdict
+    rates: tuple[RateVerdict, ...]
     schedule: Schedule | None
     going_on: GoingOn | None
     checked: tuple[Checked, ...]

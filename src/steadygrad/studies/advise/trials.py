@@ -1,8 +1,10 @@
 """The trials of ``advise``: what each kind does with a trainer."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,66 +13,78 @@ from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
-from steadygrad.studies.advise.analysis import Chooser
 from steadygrad.studies.advise.plan import (
     END_MARKS,
     FRACTIONS,
     MICRO_BATCHES,
-    averaged_end,
+    RUNS,
     end_marks,
+    lengths_of,
     make_plan,
-    make_trials,
-    run_marks,
+    stages_of,
     stretches,
 )
-from steadygrad.studies.advise.schema import Branch, Curve, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.advise.search import trials_of
+from steadygrad.studies.calibration import clock_of, measured_speed
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order
+from steadygrad.studies.sequential import LOOKS
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import Trial
+from steadygrad.studies.trials import SHARE
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
 
+__all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
+
 # Training losses of a segment of the main trajectory that are recorded, each an average.
 TRAINING_MARKS = 32
-Marks = tuple[list[int], list[int]]
-"""Samples on the way, and at the end, after which a run is evaluated."""
 
 TRAINING: dict[str, Any] = {}
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """The longest training whose measurements fit the budget.
+    """The longest training whose batch sizes can be told apart in the budget.
 
     Raises:
         InputError: If the budget is too small for any answer.
     """
-    task = trainer.task
-    # A task's own evaluation is done whole on every rank.
-    valid = len(task.valid) * (trainer.context.size if task.evaluate else 1)
-    kinds = {"decays": task.lr_decay != "none", "noise": not trainer.dependent}
+    task, context = trainer.task, trainer.context
+    if settings.seeds in (1, 2):
+        raise InputError(
+            f"--seeds should be at least {LOOKS[0]}, or 0. Found {settings.seeds}. "
+            f"Remedy: --seeds {LOOKS[0]}."
+        )
+    own, seconds = measured_speed(trainer, task.batch_size), {1: 1 / speed}
+    for multiple in RUNS:
+        size = multiple * task.batch_size
+        # A slow task is not kept waiting for what a few steps would tell.
+        if multiple > 1 and 4 * size <= min(len(task.train), SHARE * settings.budget * own):
+            seconds[multiple] = own / speed / measured_speed(trainer, size, few=True)
+    clock = clock_of(trainer)
+    began = clock()
+    trainer.evaluate()
+    # In seconds of a machine with the speed that is reckoned with.
+    evaluation = context.gather((clock() - began) * own / speed)[0]
     plan = make_plan(
         settings.budget,
-        speed,
+        seconds,
+        evaluation,
         batch_size=task.batch_size,
         train_size=len(task.train),
         workers=workers,
-        trials_of=lambda plan: make_trials(plan, valid, lambda key, results: None, **kinds),
+        samples=settings.samples,
+        seeds=settings.seeds,
+        tolerance=settings.tolerance,
+        decays=task.lr_decay != "none",
     )
-    if task.warmup_samples > plan.length:
+    if task.warmup_samples > plan.samples:
         raise InputError(
-            f"The warm-up should end within the run of {plan.length:,} samples. Found "
-            f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: a larger --budget or a "
-            "shorter warm-up."
+            f"The warm-up should end within the run of {plan.samples:,} samples. Found "
+            f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: more --samples or a longer "
+            "--budget, or a shorter warm-up."
         )
     return plan
-
-
-def trials_of(header: schema.Header) -> list[Trial]:
-    """Trials in the order of training, then the runs from the initial weights."""
-    task, chooser = header.task, Chooser(header)
-    decays, noise = task.lr_decay != "none", not task.dependent
-    return make_trials(header.plan, task.valid_size, chooser, decays=decays, noise=noise)
 
 
 def point(plan: Plan, place: Workplace, point: int) -> Point:
@@ -93,8 +107,8 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
                 training.append((seen, math.fsum(losses) / len(losses)))
             yield seen
 
-    marks = run_marks(stop, task.batch_size, start)
-    curve = _curve(place, steps(), marks, f"training to {stop:,} samples", True, start)
+    what = f"training to {stop:,} samples"
+    ((_, loss),) = _curve(place, steps(), [stop], what, own=True, at=start)
     state = trainer.state(stop)
     # The others continue once the file is there.
     trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
@@ -102,8 +116,7 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
         point=point,
         samples=stop,
         steps=trainer.steps,
-        valid_loss=curve[-1][1],
-        curve=tuple(curve),
+        valid_loss=loss,
         training=tuple(training),
     )
 
@@ -149,15 +162,22 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
     order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
     steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
     what = f"branch of {batch_size:,} at {seen:,}"
-    curve = _averaged(place, steps, length, (way, ends), what, own=own)
+    try:
+        found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
+    except Diverged:
+        if own:
+            raise
+        found = [(length, math.inf)]
+    end, loss = _averaged(found, ends)
+    curve = (*(row for row in found if row[0] < ends[0]), (round(end), loss))
     return Branch(
         point=point,
         repeat=repeat,
         batch_size=batch_size,
         lr=learning_rate(place.trainer.task.lr, batch_size, base, place.trainer.task.lr_rule),
         steps=trainer.steps - first,
-        samples=curve[-1][0],
-        loss=curve[-1][1],
+        samples=round(end),
+        loss=loss,
         curve=curve,
     )
 
@@ -165,18 +185,18 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
 def scratch(
     plan: Plan,
     place: Workplace,
-    purpose: Any,
+    course: str,
     repeat: int,
-    batch_size: int,
     rate: float,
     samples: int,
     warmup_samples: int,
-    stages: list[list[int]],
 ) -> Scratch:
     """Trains from the initial weights, with one batch size or with a growing one."""
     trainer, task, base = place.trainer, place.trainer.task, place.trainer.task.batch_size
     trainer.restart(repeat)
     trainer.seed_everything("run", repeat)
+    stages, decays = stages_of(course), task.lr_decay != "none"
+    own = stages == ((0, base),) and rate == 1
 
     def steps() -> Iterator[int]:
         at, order = 0, main_order(len(task.train), trainer.seed, repeat)
@@ -187,22 +207,32 @@ def scratch(
                 at = seen
                 yield at
 
-    # Only the smallest batch's curve is compared as a whole, also with that of another rate.
-    way = run_marks(samples, base) if batch_size == base else []
-    ends, what = end_marks(samples, base), f"{batch_size:,} from the initial weights"
-    own = batch_size == base and rate == 1
-    curve = _averaged(place, steps(), samples, (way, ends), what, own=own)
+    # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
+    tolerance = place.header.settings.tolerance
+    lengths = lengths_of(samples, tolerance) if own and not decays else [samples]
+    windows = [end_marks(length, decays=decays) for length in lengths]
+    marks = [mark for window in windows for mark in window]
+    what = f"{course} over {samples:,}"
+    try:
+        found = _curve(place, steps(), marks, what, own=own)
+    except Diverged:
+        # With the task's own settings this is an error; otherwise it is a result.
+        if own:
+            raise
+        found = [(samples, math.inf)]
+    curve = tuple(_averaged(found, window) for window in windows)
     rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
     rows = zip(stages, rates, strict=True)
     return Scratch(
-        purpose=purpose,
+        course=course,
         repeat=repeat,
-        batch_size=batch_size,
         rate=rate,
+        samples=samples,
+        batch_size=stages[-1][1],
         stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for (s, b), lr in rows),
         warmup_samples=warmup_samples,
         steps=trainer.steps,
-        samples=curve[-1][0],
+        place=curve[-1][0],
         loss=curve[-1][1],
         curve=curve,
     )
@@ -217,20 +247,14 @@ def _go_to(plan: Plan, place: Workplace, at: int) -> None:
     place.trainer.load(state)
 
 
-def _averaged(
-    place: Workplace, steps: Iterable[int], length: int, marks: Marks, what: str, *, own: bool
-) -> Curve:
-    """Losses on the way, the last one being the average over the end marks."""
-    way, ends = marks
-    try:
-        curve = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
-    except Diverged:
-        # With the task's own settings this is an error; otherwise it is a result.
-        if own:
-            raise
-        curve = [(length, math.inf)]
-    # Large batches may end before the first end mark.
-    return averaged_end(curve, max(1, sum(at >= ends[0] for at, _ in curve)))
+def _averaged(curve: list[tuple[int, float]], marks: list[int]) -> tuple[float, float]:
+    """Mean place and mean loss of the evaluations for some marks.
+
+    A large batch may have fewer of them than there are marks; the last one may come before its.
+    """
+    places = [at for at, _ in curve]
+    ends = {min(bisect_left(places, mark), len(places) - 1) for mark in marks}
+    return fmean(curve[i][0] for i in ends), fmean(curve[i][1] for i in ends)
 
 
 def _curve(

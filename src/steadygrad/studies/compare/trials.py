@@ -19,6 +19,7 @@ from steadygrad.studies.compare.libraries import traits_of
 from steadygrad.studies.compare.optimizers import Entry, entries_of, switch
 from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
 from steadygrad.studies.compare.schema import KNOWN, Plan, Run, Speed, Traits
+from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
@@ -62,7 +63,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return msgspec.structs.replace(plan, traits=traits)
 
 
-def trials_of(header: schema.Header) -> list[Trial]:
+def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The searches, the verdicts, and the runs at the default rates."""
     return make_trials(header.plan, header.task.valid_size)
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale.layers import automatic_layers
+from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import make_plan, make_trials, steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
@@ -38,7 +39,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return make_plan(settings, plan, len(task.valid), speed=speed, workers=workers)
 
 
-def trials_of(header: schema.Header) -> list[Trial]:
+def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The parts of each phase, and an evaluation after the first phase and the last."""
     accumulation = header.settings.accumulation
     return make_trials(header.plan, header.task.valid_size, accumulation=accumulation)

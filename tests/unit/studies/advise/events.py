@@ -2,11 +2,21 @@
 
 import math
 import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
 
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.analysis import Chooser
-from steadygrad.studies.advise.plan import FRACTIONS, end_marks, make_trials, run_marks
+from steadygrad.studies.advise.plan import (
+    FRACTIONS,
+    course_of,
+    end_marks,
+    lengths_of,
+    stages_of,
+    stretches,
+)
 from steadygrad.studies.advise.schema import (
     Branch,
     Header,
@@ -16,8 +26,10 @@ from steadygrad.studies.advise.schema import (
     Settings,
     Stage,
 )
+from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Result
+from steadygrad.studies.trials import Job
 from tests.unit.studies import results
 
 LENGTH = 4096
@@ -41,13 +53,13 @@ def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
 def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, **plan) -> Header:
     fields = {
         "batch_size": 8,
+        "samples": points[-1],
         "points": tuple(points),
         "branch_samples": (LENGTH,) * len(points),
         "multiples": (tuple(size // 8 for size in SIZES),) * len(points),
         "noise_steps": (8,) * len(points),
         "repeats": 3,
-        "seeds": 3,
-        "candidates": 3,
+        "seeds": 16,
         "samples_per_second": 1000.0,
     }
     own = {"batch_size": 8, "train_size": 100_000, "beta2": None, "weight_decay": None}
@@ -97,47 +109,45 @@ def relabelled(result, losses):
 
 
 def point(number: int, samples: int, *, losses=law) -> Point:
-    curve = tuple((place, losses(place)) for place in run_marks(samples, SIZES[0]))
     return Point(
         point=number,
         samples=samples,
         steps=samples // 8,
-        valid_loss=curve[-1][1],
-        curve=curve,
-        training=((samples, curve[-1][1]),),
+        valid_loss=losses(samples),
+        training=((samples, losses(samples)),),
     )
 
 
 def scratch(
-    size: int,
+    size: int | str,
     repeat: int,
-    samples: int,
+    samples: int = LENGTH,
     *,
     slower=1.0,
     noise=0.0,
     rate=1.0,
-    purpose="constant",
-    stages=None,
-    warmup_samples=None,
+    decays=False,
+    losses=law,
 ) -> Scratch:
-    """A run from scratch that needs ``slower`` times the samples of the smallest batch."""
-    ends = end_marks(samples, SIZES[0])
-    mean = round(sum(ends) / len(ends))
-    loss = sum(law(place / slower) for place in ends) / len(ends) + noise
-    base = size == SIZES[0] and purpose == "constant"
-    way = [mark for mark in run_marks(samples, SIZES[0]) if mark < ends[0]] if base else []
-    rows = stages or ((0, size),)
+    """A training that needs ``slower`` times the samples of the smallest batch."""
+    stages = stages_of(str(size))
+    base = stages == ((0, SIZES[0]),) and rate == 1
+    curve = []
+    for length in lengths_of(samples, 0.2) if base and not decays else [samples]:
+        ends = end_marks(length, decays=decays)
+        curve.append((fmean(ends), fmean(losses(place / slower) for place in ends) + noise))
     return Scratch(
-        purpose=purpose,
+        course=course_of(stages),
         repeat=repeat,
-        batch_size=size,
+        batch_size=stages[-1][1],
         rate=rate,
-        stages=tuple(Stage(from_samples=s, batch_size=b, lr=0.001) for s, b in rows),
-        warmup_samples=(0 if base else 1024) if warmup_samples is None else warmup_samples,
-        steps=samples // size,
-        samples=mean,
-        loss=loss,
-        curve=(*((place, law(place / slower)) for place in way), (mean, loss)),
+        stages=tuple(Stage(from_samples=s, batch_size=b, lr=0.001 * rate) for s, b in stages),
+        warmup_samples=0 if base else samples // 128 * 8,
+        samples=samples,
+        steps=sum((end - start) // b for start, end, b in stretches(stages, samples)),
+        place=curve[-1][0],
+        loss=curve[-1][1],
+        curve=tuple(curve),
     )
 
 
@@ -153,52 +163,75 @@ def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     found: list[Result] = []
     for i, samples in enumerate(header.plan.points):
         found += [point(i, samples), noise(i)]
-        found += branches(criticals[i % 2], sigma=0.0005, seed=i, point=i, **more)
+        found += branches(criticals[i % len(criticals)], sigma=0.0005, seed=i, point=i, **more)
     return found
 
 
-def done(job, critical, error) -> Result:
-    """The result of a job, with an error of its loss."""
-    size = job["batch_size"]
-    if job["kind"] == "branch":
-        loss = law(LENGTH / slowness(size, critical)) + error
-        return branch(size, job["repeat"], loss, point=job["point"])
-    return scratch(
-        size,
-        job["repeat"],
-        job["samples"],
-        slower=slowness(size, critical),
-        noise=error,
-        rate=job["rate"],
-        purpose=job["purpose"],
-        stages=job["stages"],
-        warmup_samples=job["warmup_samples"],
-    )
+@dataclass(frozen=True)
+class World:
+    """What every trial would give: its result depends on nothing but its job.
 
-
-def studied(header, critical, *, events=None, grown=None, rates=None, noise=None):
-    """Results of a whole study, and the jobs of its trials.
-
-    Args:
-        header: Its header.
-        critical: Critical batch size of whole runs.
-        events: Points, noise scales and branches; by default :func:`measured`.
-        grown: Critical batch size of growing batches.
-        rates: Samples that other learning rates need, by rate; the others are not trained.
-        noise: Makes the error of one loss.
+    Attributes:
+        critical: Critical batch size of whole trainings.
+        grown: The same of growing batches.
+        at: Critical batch sizes of the branches, by point.
+        rates: Samples that other learning rates need, by rate.
+        sigma: Deviation of a single loss; all trainings with a seed share another of 0.05.
+        diverging: The smallest batch size that diverges.
+        losses: The loss after any number of samples.
     """
-    draw, jobs, chooser, rates = random.Random(0), {}, Chooser(header), rates or {}
-    noise = noise or (lambda: draw.gauss(0, 0.001))
-    events = measured(header) if events is None else list(events)
-    for trial in make_trials(header.plan, 64, chooser, decays=header.task.lr_decay != "none"):
-        job = jobs[trial.key] = trial.job(Results(events))
-        kind = trial.key[0]
-        if job is None or kind in ("point", "noise", "branch"):
-            continue
-        if kind == "rate":
-            rate = job["rate"]
-            if rate in rates:
-                events.append(scratch(8, 0, job["samples"], rate=rate, slower=rates[rate]))
-        else:
-            events.append(done(job, grown if grown and kind == "schedule" else critical, noise()))
-    return events, jobs
+
+    critical: float = 100.0
+    grown: float = 1e5
+    at: tuple[float, ...] = (120.0, 400.0)
+    rates: Mapping[float, float] = field(default_factory=lambda: {0.5: 1.5, 2.0: 1.5})
+    sigma: float = 0.001
+    diverging: float = math.inf
+    losses: Callable[[float], float] = law
+
+    def result(self, header: Header, job: Job) -> Result:
+        """The result of a job."""
+        error = random.Random(repr(sorted(job.items()))).gauss(0, self.sigma)
+        if job["kind"] == "point":
+            samples = header.plan.points[job["point"]]
+            return point(job["point"], samples, losses=self.losses)
+        if job["kind"] == "noise":
+            return noise(job["point"])
+        if job["kind"] == "branch":
+            return self._branch(job, error)
+        stages = stages_of(job["course"])
+        slower = slowness(stages[-1][1], self.critical if len(stages) == 1 else self.grown)
+        error += random.Random(job["repeat"]).gauss(0, 0.05)
+        return scratch(
+            job["course"],
+            job["repeat"],
+            job["samples"],
+            slower=slower * self.rates.get(job["rate"], 1.0),
+            noise=math.inf if stages[-1][1] >= self.diverging else error,
+            rate=job["rate"],
+            decays=header.task.lr_decay != "none",
+            losses=self.losses,
+        )
+
+    def _branch(self, job: Job, error: float) -> Branch:
+        size, at = job["batch_size"], self.at[job["point"] % len(self.at)]
+        marks = (*FRACTIONS, 1.0) if size == SIZES[0] else (1.0,)
+        slower = slowness(size, at)
+        curve = [(round(p * LENGTH), self.losses(p * LENGTH / slower) + error) for p in marks]
+        if size >= self.diverging:
+            curve = [(LENGTH, math.inf)]
+        return branch(size, job["repeat"], curve[-1][1], curve=curve, point=job["point"])
+
+
+def studied(
+    header: Header, critical: float = 100.0, *, lengths: float = 100, at_once: int = 8, **world: Any
+) -> list[Result]:
+    """Results, in order, of a study that trains on about so many lengths, some trials at once."""
+    found, work, where = Results(), lengths * header.plan.samples, World(critical, **world)
+    made: list[Result] = []
+    while work > 0 and (trials := trials_of(header, found)[:at_once]):
+        made += [where.result(header, trial.job(found)) for trial in trials]
+        for result in made[-len(trials) :]:
+            found.add(result)
+        work -= sum(trial.cost for trial in trials)
+    return made

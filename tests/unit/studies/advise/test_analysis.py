@@ -1,343 +1,228 @@
-"""From results to the next trial and to the recommendation."""
+"""What is known of each batch size, from results whose truth is known."""
 
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.analysis import Chooser, Evidence
+from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import RUN_ENDS, end_marks, run_marks
+from steadygrad.studies.advise.plan import LEAST, lengths_of
 from steadygrad.studies.folder import Results
 from tests.unit.studies.advise.events import (
-    SIZES,
+    LENGTH,
+    branch,
     branches,
     law,
     make_header,
+    measured,
     point,
-    relabelled,
     scratch,
-    slowness,
     within_tolerance,
 )
 
-POINTS = (1024, 4096)
+POINTS = (1024, LENGTH)
+HEADER = make_header(POINTS)
 
 
-def results(*extra, critical=(120.0, 400.0), sigma=0.0005, diverged=({}, {})):
-    """Points, branches with their critical batch sizes, and further events."""
-    events = []
-    for i, samples in enumerate(POINTS):
-        events.append(point(i, samples))
-        events += branches(critical[i], sigma=sigma, seed=i, point=i, diverged=diverged[i])
-    return Results([*events, *extra])
+def three(size, slower=1.0, **more):
+    return [scratch(size, seed, slower=slower, **more) for seed in range(3)]
 
 
-def runs(size, critical, seeds=3, **more):
-    """Runs from scratch that obey the trade-off."""
-    slower = slowness(size, critical)
-    return [scratch(size, seed, POINTS[-1], slower=slower, **more) for seed in range(seeds)]
-
-
-def base_runs():
-    return [scratch(8, seed, POINTS[-1]) for seed in (1, 2)]
-
-
-def weighed(*extra, **more):
-    """Evidence of branches and runs of the smallest batch, and of further events."""
-    return Evidence(make_header(POINTS), results(*base_runs(), *extra, **more))
+def known(slower, *extra, header=HEADER, results=None, **more):
+    """Evidence of branches, and of three pairs of sizes that need so many times the samples."""
+    runs = [*three(8), *(run for size, slow in slower.items() for run in three(size, slow))]
+    results = measured(header, **more) if results is None else results
+    return Evidence(header, Results([*results, *runs, *extra]))
 
 
 @pytest.mark.parametrize(
     ("most", "base", "world", "expected"),
     [
         (8, 8, 1, [8]),
-        (50, 8, 1, [8, 12, 16, 24, 32, 48]),
-        (64, 8, 1, [8, 12, 16, 24, 32, 48, 64]),
-        (5, 8, 1, [8]),
-        (10, 1, 1, [1, 2, 3, 4, 6, 8]),
-        (50, 8, 8, [8, 16, 24, 32, 48]),
-        (100, 6, 4, [6, 12, 24, 36, 48, 72, 96]),
+        (48, 8, 1, [8, 12, 16, 24, 32, 48]),
+        (8, 1, 1, [1, 2, 3, 4, 6, 8]),
+        (32, 8, 8, [8, 16, 24, 32]),
+        (96, 6, 4, [6, 12, 24, 36, 48, 72, 96]),
     ],
 )
-def test_candidates(most, base, world, expected):
-    header = make_header(runtime={"world_size": world}, batch_size=base)
-    assert Evidence(header, Results()).rungs(most) == expected
+def test_batch_sizes_that_can_be_tried(most, base, world, expected):
+    ladder = {"batch_size": base, "multiples": ((1, most // base),) * 2}
+    header = make_header(runtime={"world_size": world}, **ladder)
+    assert Evidence(header, Results()).rungs == expected
+
+
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    # The first of a length's three losses is that of the length over 1.6.
+    [(1e9, 4096), (2700, 4096), (2000, 2048), (1000, 1024), (500, 512), (200, 0)],
+)
+def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, decays):
+    def losses(place):
+        """Falls, and rises a little after ``stop``."""
+        return law(min(place, stop)) + 2e-6 * max(0.0, place - stop)
+
+    lengths = [4096 >> halvings for halvings in range(4)]
+    runs = [
+        scratch(8, seed, samples, decays=decays, losses=losses)
+        for seed in range(3)
+        for n in lengths
+        for samples in (lengths_of(n, 0.2) if decays else [n])
+    ]
+    task = {"lr_decay": "linear" if decays else "none"}
+    assert lengths[-1] == LEAST * 8
+    assert Evidence(make_header(task=task), Results(runs)).length == length
+    # With the longest alone, the next is wanted.
+    first = [run for run in runs if run.samples in lengths_of(4096, 0.2)]
+    found = Evidence(make_header(task=task), Results(first))
+    assert found.length == (4096 if length == 4096 else 2048)
+    # A length that was given stays.
+    given = make_header(task=task, settings={"samples": 4096})
+    assert Evidence(given, Results(first)).length == 4096
+
+
+def test_the_length_stays_where_the_loss_is_noisy_but_falls():
+    noise = np.random.default_rng(0).normal(0, 0.3, (3, 3))
+    runs = three(8)
+    noisy = [
+        replace(
+            run, curve=tuple((n, loss + e) for (n, loss), e in zip(run.curve, row, strict=True))
+        )
+        for run, row in zip(runs, noise, strict=True)
+    ]
+    falls = [run.curve[0][1] - run.curve[-1][1] for run in noisy]
+    assert min(falls) < 0 < sum(falls)
+    assert Evidence(HEADER, Results(noisy)).length == LENGTH
+    # Two seeds tell nothing yet, and a fall within rounding is none.
+    assert Evidence(HEADER, Results(three(8, losses=lambda s: s)[:2])).length == LENGTH
+    still = three(8, losses=lambda s: 2 - 1e-12 * s)
+    assert Evidence(HEADER, Results(still)).length == 2048
 
 
 def test_critical_batch_sizes_of_every_point():
-    evidence = Evidence(make_header(POINTS), results())
-    found = [evidence.criticals[i].value for i in (0, 1)]
+    found = Evidence(HEADER, Results(measured(HEADER)))
     truth = [within_tolerance(120.0), within_tolerance(400.0)]
     # The noise is a hundredth of what a doubling of the batch changes.
-    assert found == pytest.approx(truth, rel=0.1)
-    assert evidence.end == 1
-    assert evidence.length == POINTS[-1]
+    assert [found.criticals[i].value for i in (0, 1)] == pytest.approx(truth, rel=0.1)
 
 
-def evidence_of(losses, points=POINTS, sigma=0.001, shared=0.0):
-    """Evidence of a main trajectory with given losses, and of branches that all fall."""
-    events = [point(i, samples, losses=losses) for i, samples in enumerate(points)]
-    for i in range(len(points)):
-        events += branches(1e5, sigma=sigma, shared=shared, seed=i, point=i)
-    return Evidence(make_header(points), Results(events))
+@pytest.mark.parametrize(
+    ("slower", "passed", "failed", "constant", "complete"),
+    [
+        ({}, None, None, None, False),
+        ({24: 1.1, 32: 1.3}, 24, 32, 24, True),
+        ({16: 1.1, 32: 1.3}, 16, 32, 16, False),
+        # Luck: one larger than what failed may pass, and counts for nothing.
+        ({16: 1.1, 24: 1.3, 32: 1.0}, 16, 24, 16, True),
+        ({32: 1.4}, None, 32, None, False),
+        ({12: 1.4, 32: 1.4}, None, 12, 8, True),
+        ({512: 1.1}, 512, None, 512, True),
+        ({32: 1.1}, 32, None, 32, False),
+    ],
+)
+def test_the_largest_that_passed_below_the_smallest_that_failed(
+    slower, passed, failed, constant, complete
+):
+    found = known(slower)
+    assert (found.passed, found.failed) == (passed, failed)
+    assert (found.constant, found.known) == (constant, complete)
 
 
-def second_half(samples, fall, wave=0.0):
-    """Losses that fall by so much, at a steady rate over the logarithm, and waver."""
-    marks = run_marks(samples, SIZES[0])
-
-    def losses(place):
-        part = math.log(place / (samples / 2)) / math.log(end / (samples / 2))
-        sign = (-1) ** marks.index(place) if place < end_marks(samples, SIZES[0])[0] else 0
-        return 2 - fall * part + wave * sign
-
-    end = sum(end_marks(samples, SIZES[0])) / RUN_ENDS
-    return losses
+def test_a_size_that_is_not_decided_is_neither():
+    spread = [replace(run, loss=run.loss + 0.02 * (run.repeat - 1)) for run in three(12, 1.15)]
+    found = known({16: 1.5}, *spread)
+    assert (found.passed, found.failed, found.constant) == (None, 16, None)
 
 
-@pytest.mark.parametrize(("deviations", "falls"), [(0.0, False), (2.9, False), (3.1, True)])
-@pytest.mark.parametrize("shared", [0.0, 0.005])
-def test_the_loss_still_falls_by_three_deviations_of_a_run(deviations, falls, shared):
-    samples = 4096
-    spread = evidence_of(law, (samples,), shared=shared).criticals[0].spread
-    # A repeat's own data order counts: a single run has it, too.
-    assert spread == pytest.approx(math.hypot(0.001, shared), rel=0.6)
-    found = evidence_of(second_half(samples, deviations * spread), (samples,), shared=shared)
-    assert found.end == (0 if falls else None)
-    assert found.length == (samples if falls else 0)
-
-
-@pytest.mark.parametrize(("wave", "falls"), [(0.0, True), (0.004, True), (0.01, False)])
-def test_the_loss_still_falls_by_three_standard_errors_of_its_slope(wave, falls):
-    """The first loss of the second half is high by chance, and the last an average."""
-    found = evidence_of(second_half(4096, 0.03, wave), (4096,))
-    assert 3 * found.criticals[0].spread < 0.03
-    assert found.end == (0 if falls else None)
-
-
-def test_runs_end_at_the_last_point_where_the_loss_falls():
-    points = (1024, 4096, 16384)
-    # The whole run up to a point falls, its second half does not.
-    ends = [evidence_of(lambda s, stop=stop: law(min(s, stop)), points).end for stop in points]
-    assert ends == [0, 1, 2]
-    assert evidence_of(lambda s: law(min(s, 400)), points).end is None
-    # A level stretch between two falls ends nothing.
-    assert evidence_of(lambda s: law(s if s > 4096 else min(s, 1024)), points).end == 2
-
-
-def test_runs_do_not_end_where_the_loss_is_constant():
-    """The error rate of few samples may be the same number all along, without any spread."""
-    falling = [point(0, 1024), *branches(120.0, sigma=0.0005, point=0)]
-    level = [relabelled(b, lambda s: 0.5) for b in branches(120.0, point=1)]
-    events = [*falling, point(1, 4096, losses=lambda s: 0.5), *level]
-    evidence = Evidence(make_header(POINTS), Results(events))
-    assert evidence.criticals[1].spread == 0.0
-    assert (evidence.end, len(evidence.measured)) == (0, 1)
-
-
-def test_a_prediction_is_called_one_until_it_is_trained():
-    evidence = Evidence(make_header(POINTS), results())
-    assert evidence.checked == []
-    assert evidence.constant is not None
-    trained = {size for c in evidence.criticals.values() for size in c.sizes}
-    assert evidence.constant in trained
-    assert evidence.constant <= evidence.predicted
-
-
-def test_runs_from_scratch_overrule_the_prediction():
-    evidence = weighed(*runs(48, 60.0))
-    ((run),) = evidence.checked
-    # The curve's fit is coarse; the truth is (1 + 48/60) / (1 + 8/60) - 1 = 0.588.
-    assert run.overhead == pytest.approx(slowness(48, 60.0) - 1, rel=0.1)
-    # Without noise the interval is a point, but for the order in which sums are made.
-    assert (run.low, run.high) == pytest.approx((run.overhead, run.overhead), rel=1e-12)
-    assert evidence.constant == 8
-    assert evidence.failed is run
-    assert evidence.passed is None
-
-
-def test_the_largest_that_passed_below_the_smallest_that_failed():
-    # Luck: one larger than those that failed may pass, and counts for nothing.
-    sizes = {16: 100.0, 24: 100.0, 48: 100.0, 96: 1e5}
-    evidence = weighed(*(run for size, critical in sizes.items() for run in runs(size, critical)))
-    assert slowness(24, 100.0) - 1 < 0.2 < slowness(48, 100.0) - 1
-    assert (evidence.passed.batch_size, evidence.failed.batch_size) == (24, 48)
-    assert evidence.constant == 24
-
-
-def test_noise_over_seeds_widens_the_interval_and_can_refuse():
-    loud = [replace(run, loss=run.loss + 0.2 * (run.repeat - 1)) for run in runs(24, 100.0)]
-    quiet, noisy = weighed(*runs(24, 100.0)), weighed(*loud)
-    (a,), (b,) = quiet.checked, noisy.checked
-    assert a.overhead == pytest.approx(b.overhead)
-    assert b.high - b.low > 10 * (a.high - a.low)
-    assert (quiet.constant, noisy.constant) == (24, 8)
-
-
-def search(critical, candidates=3, results_of=results, **header):
-    """Sizes that are trained from scratch where the trade-off has this critical size."""
-    head = make_header(POINTS, candidates=candidates, **header)
-    chooser, events, sizes = Chooser(head), list(results_of(*base_runs())), []
-    for number in range(candidates):
-        job = chooser(("candidate", number, 0), Results(events))
-        if job is not None:
-            sizes.append(job["batch_size"])
-            events += runs(job["batch_size"], critical)
-    return sizes, Evidence(head, Results(events))
-
-
-@pytest.mark.parametrize("critical", [12.0, 30.0, 60.0, 100.0, 200.0, 400.0])
-def test_candidates_close_in_on_the_tolerance(critical):
-    sizes, evidence = search(critical)
-    assert len(set(sizes)) == len(sizes) <= 3
-    truth = within_tolerance(critical)
-    assert evidence.constant <= truth
-    # Three candidates reach within a factor of two, one of them aimed below the tolerance.
-    assert evidence.constant * 2 >= min(truth, 160)
+def test_other_lengths_rates_and_schedules_are_no_size():
+    others = [*three(12, rate=2.0), *three("8-16@1024"), *three(24, samples=2048)]
+    assert [*known({16: 1.1}, *others).sizes] == [16]
 
 
 LOST = dict.fromkeys((64, 128, 256, 512), 1e9)
 
 
-@pytest.mark.parametrize("diverged", [(LOST, {}), ({}, LOST), (LOST, LOST)])
-def test_nothing_is_advised_above_what_diverged_at_any_point(diverged):
-    def diverging(*extra):
-        return results(*extra, critical=(1e5, 1e5), diverged=diverged)
-
-    sizes, evidence = search(1e5, results_of=diverging)
-    assert max(sizes) == 32
-    assert (evidence.diverged, evidence.ceiling, evidence.constant) == (64, 32, 32)
-    assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]
-    going_on = summarize(evidence.header, evidence.results, "complete").going_on
-    assert (going_on.batch_size, going_on.diverged) == (32, 64 if diverged == (LOST, {}) else None)
-
-
-def test_a_schedule_stays_below_what_diverged_at_an_earlier_point():
-    points = (1024, 4096, 16384)
-    events = [point(i, samples) for i, samples in enumerate(points)]
-    for i in range(3):
-        events += branches(1e5, sigma=0.0005, point=i, diverged={} if i else LOST)
-    events += [scratch(8, seed, points[-1]) for seed in (1, 2)]
-    events += [scratch(12, seed, points[-1]) for seed in range(3)]
-    evidence = Evidence(make_header(points), Results(events))
-    assert evidence.criticals[1].safe == 512
-    assert evidence.schedule == ((0, 8), (1024, 32))
+@pytest.mark.parametrize(("at", "told"), [((0,), 64), ((1,), None), ((0, 1), None)])
+def test_nothing_is_advised_above_what_diverged_at_any_point(at, told):
+    results = [r for i in (0, 1) for r in (point(i, POINTS[i]),)]
+    for i in (0, 1):
+        results += branches(1e5, sigma=5e-4, point=i, diverged=LOST if i in at else {})
+    found = known({32: 1.0}, results=results)
+    assert (found.diverged, found.constant) == (64, 32)
+    assert [found.safe(found.criticals[i]) for i in (0, 1)] == [32, 32]
+    assert found.schedule == ()
+    # At a point where it diverged itself, no other point need say so.
+    going_on = summarize(HEADER, found.results, "complete").going_on
+    assert (going_on.batch_size, going_on.diverged) == (32, told)
 
 
-def test_nothing_is_advised_above_what_diverged_at_a_point_that_tells_nothing():
+def test_a_size_that_diverged_in_a_training_is_not_safe_in_branches():
+    results = measured(HEADER, (1e5, 1e5))
+    found = known({16: 1.0}, *three(32, noise=math.inf), results=results)
+    assert (found.diverged, found.failed, found.constant) == (32, 32, 16)
+    assert [found.safe(found.criticals[i]) for i in (0, 1)] == [16, 16]
+
+
+def test_a_branch_that_tells_nothing_else_tells_that_it_diverged():
     lost = dict.fromkeys((128, 256, 512), math.inf)
-    events = [point(i, samples) for i, samples in enumerate(POINTS)]
-    events += branches(1e5, sigma=0.3, point=0, diverged=lost)
-    events += branches(1e5, sigma=0.0005, point=1)
-    evidence = Evidence(make_header(POINTS), Results(events))
-    assert [c.resolved for c in evidence.criticals.values()] == [False, True]
-    assert (evidence.ceiling, evidence.predicted) == (64, 64)
-    assert evidence.safe(evidence.criticals[1]) == 64
+    results = [*branches(1e5, sigma=0.3, point=0, diverged=lost)]
+    results += branches(1e5, sigma=0.0005, point=1)
+    found = known({}, results=results)
+    assert [c.resolved for c in found.criticals.values()] == [False, True]
+    assert found.safe(found.criticals[1]) == 64
+    alone = Evidence(HEADER, Results([branch(64, 0, math.inf)]))
+    assert (alone.criticals, alone.diverged) == ({}, 64)
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_nothing_is_advised_above_what_diverged_from_scratch(seeds):
-    """One seed that diverged is enough, whether the others were trained or not."""
-    evidence = weighed(*runs(12, 1e5, seeds, noise=math.inf))
-    assert [run.diverged for run in evidence.checked] == [True] * (seeds == 3)
-    assert (evidence.constant, evidence.ceiling, evidence.schedule) == (8, 8, ())
-
-
-def test_a_larger_candidate_that_failed_leaves_the_smaller_ones_unknown():
-    evidence = weighed(*runs(32, 20.0))
-    assert evidence.failed.low > 0.2
-    assert (evidence.constant, evidence.known) == (8, False)
-    assert weighed(*runs(32, 20.0), *runs(12, 5.0)).known
-
-
-def test_a_run_whose_loss_falls_no_more_has_no_batch_size():
-    """Its branches tell what to do next all the same."""
-    header = make_header(POINTS, task={"train_size": 100})
-    events = evidence_of(lambda s: law(400)).results
-    found = summarize(header, events, "complete")
-    assert (found.recommendation.batch_size, found.recommendation.why) == (None, "runs")
-    assert found.going_on.from_samples == 4096
-
-
-def test_a_schedule_is_never_above_what_was_trained_from_there_on():
-    good = [*base_runs(), *runs(12, 1e5)]
-    rising = Evidence(make_header(POINTS), results(*good))
-    safe = [rising.criticals[i].safe for i in (0, 1)]
-    assert safe[0] < safe[1]
-    stages = rising.schedule
-    assert stages[0][0] == 0
-    for (_, a), (start, b) in pairwise(stages):
+@pytest.mark.parametrize("criticals", [(120.0, 400.0), (400.0, 120.0), (60.0, 1e5)])
+def test_a_schedule_is_never_above_what_was_trained_from_there_on(criticals):
+    points = (512, 2048, 4096)
+    header = make_header(points)
+    found = known({12: 1.0}, header=header, results=measured(header, criticals))
+    safe = [found.criticals[i].safe for i in range(3)]
+    for (_, a), (start, b) in pairwise(found.schedule):
         assert b % a == 0
-        assert a < b <= min(safe[i] for i in (0, 1) if POINTS[i] >= start)
-    falling = Evidence(make_header(POINTS), results(*good, critical=(400.0, 120.0)))
-    assert all(size <= falling.criticals[1].safe for _, size in falling.schedule)
+        assert a < b <= min(size for n, size in zip(points, safe, strict=True) if n >= start)
+    assert all(start < found.length for start, _ in found.schedule)
+    assert len(found.schedule) > 1
 
 
 @pytest.mark.parametrize(
-    ("constant", "critical", "sizes"),
-    [(64, 20.0, []), (64, 1e5, [64, 512]), (24, 120.0, [16, 32])],
+    ("constant", "critical", "sizes"), [(64, 20.0, []), (64, 1e5, [64, 512]), (24, 120.0, [16, 32])]
 )
 def test_a_schedule_takes_fewer_steps_than_the_constant_batch(constant, critical, sizes):
     """It begins with the constant batch or below, and has to make up for that."""
-    events = [*base_runs(), *runs(constant, 1e5)]
-    evidence = Evidence(make_header(POINTS), results(*events, critical=(critical, 1e5)))
-    assert evidence.constant == constant
-    assert [size for _, size in evidence.schedule] == sizes
+    found = known({constant: 1.0}, results=measured(HEADER, (critical, 1e5)))
+    assert found.constant == constant
+    assert [size for _, size in found.schedule] == sizes
     if sizes:
-        assert evidence.steps(evidence.schedule) < evidence.length / constant
+        assert found.steps(found.schedule) < found.length / constant
+        assert known({}, results=measured(HEADER, (critical, 1e5))).schedule == ()
+
+
+def test_a_schedule_that_begins_far_below_takes_too_many_steps():
+    header = make_header((512, 2048, 4096))
+    results = measured(header, (60.0, 120.0, 1e5))
+    sizes = [known({size: 1.0}, header=header, results=results).schedule for size in (12, 64)]
+    assert [bool(stages) for stages in sizes] == [True, False]
+
+
+def test_pairs_that_agree_by_chance_have_a_share_of_the_other_sizes_spread():
+    spread = [replace(run, loss=run.loss + 0.02 * (run.repeat - 1)) for run in three(16, 1.1)]
+    low, high = known({12: 1.1}).sizes[12].overheads[1:]
+    assert high - low < 0.01
+    shared = known({12: 1.1}, *spread)
+    low, high = shared.sizes[12].overheads[1:]
+    assert high - low > 0.02
 
 
 @pytest.mark.parametrize(
-    ("losses", "end", "candidate"),
-    [
-        (lambda s: 2.0 + 0.01 * math.sin(s), None, None),
-        # Where no branch tells, runs begin next to the smallest batch.
-        (lambda s: 20 - 2 * math.log(s), 1, 12),
-    ],
+    ("samples", "rule", "expected"),
+    [(4096, "sqrt", 256), (1000, "linear", 56), (4096, "constant", 0)],
 )
-def test_where_no_branch_tells_nothing_is_recommended(losses, end, candidate):
-    evidence = evidence_of(losses, sigma=0.2)
-    assert not any(critical.resolved for critical in evidence.criticals.values())
-    assert (evidence.end, evidence.length) == (end, 0 if end is None else POINTS[end])
-    assert (evidence.predicted, evidence.constant, evidence.schedule) == (None, None, ())
-    assert evidence.next_candidate() == candidate
-    job = Chooser(evidence.header)(("baseline", 1), evidence.results)
-    assert (job is None) == (end is None)
-
-
-def test_a_run_whose_loss_falls_by_a_rounding_does_not_fall():
-    events = [point(i, n, losses=lambda s: 2.0 - 1e-15 * s) for i, n in enumerate(POINTS)]
-    events += [relabelled(b, lambda s: 2.0) for i in (0, 1) for b in branches(1e5, point=i)]
-    evidence = Evidence(make_header(POINTS), Results(events))
-    assert (evidence.end, evidence.constant, evidence.measured) == (None, None, [])
-
-
-@pytest.mark.parametrize(("slower", "known"), [((1.0, 1.2, 1.7), False), ((1.5, 1.51, 1.52), True)])
-def test_a_batch_that_may_be_tolerable_is_not_known(slower, known):
-    tried = [scratch(12, seed, POINTS[-1], slower=s) for seed, s in enumerate(slower)]
-    evidence = weighed(*tried)
-    (run,) = evidence.checked
-    assert not run.within
-    assert (run.low > 0.2) == known
-    assert (evidence.constant, evidence.known) == (8, known)
-
-
-@pytest.mark.parametrize(
-    ("points", "rule", "expected"),
-    [
-        ((1024, 4096), "sqrt", 1024),
-        ((640,), "linear", 160),
-        ((1048, 4104), "linear", 1024),
-        ((1024, 4096), "constant", 0),
-    ],
-)
-def test_the_warm_up_is_a_quarter_of_the_run_at_most(points, rule, expected):
-    made = [e for i, n in enumerate(points) for e in (point(i, n), *branches(1e5, point=i))]
-    header = make_header(points, task={"lr_rule": rule})
-    evidence = Evidence(header, Results(made))
-    assert (evidence.length, evidence.warmup_samples) == (points[-1], expected)
-    if len(points) > 1:
-        job = Chooser(header)(("candidate", 0, 0), evidence.results)
-        assert job["warmup_samples"] == expected
+def test_the_warm_up_is_a_sixteenth_of_the_run_at_most(samples, rule, expected):
+    header = make_header(task={"lr_rule": rule}, samples=samples)
+    assert Evidence(header, Results()).warmup_samples == expected

@@ -6,7 +6,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.critical import MeasuredPoint, find_critical, predict
+from steadygrad.studies.advise.critical import find_critical
 from steadygrad.studies.advise.schema import CAP
 from tests.unit.studies.advise.events import (
     LENGTH,
@@ -143,21 +143,6 @@ def test_a_wide_interval_is_not_known_and_the_safe_end_is_advised():
     assert not found.known
     assert found.safe <= max(found.low, SIZES[0])
     assert found.safe in SIZES
-
-
-def test_a_prediction_reaches_to_the_largest_size_that_was_tried():
-    """Not to the end of the ladder with the most rungs."""
-    ladders = ([8, 12, 16, 32], [8, 16, 32, 64])
-    for first, second in (ladders, ladders[::-1]):
-        points = [
-            MeasuredPoint(
-                1024 * 4**i,
-                1024 * 4**i + LENGTH / 2,
-                find_critical(branches(1e5, sizes=sizes), 0.2),
-            )
-            for i, sizes in enumerate((first, second))
-        ]
-        assert predict(points, 4096, 0.2) == 64
 
 
 def test_without_an_upper_end_it_may_not_be_known_either():

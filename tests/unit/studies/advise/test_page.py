@@ -135,7 +135,7 @@ def test_a_growing_batch_in_the_form_of_every_trainer(monkeypatch):
     said(monkeypatch, lambda found: {"schedule": replace(found, advised=False, check=None)})
     text = render(run)
     assert forms_of(text) == {}
-    assert "It was predicted from branches and not trained." in text
+    assert "It rests on branches and was not trained." in text
     assert "Grey: the growing batch, which is not advised." in Reader(text).text
 
 

@@ -1,165 +1,184 @@
-"""The plan: arithmetic from a budget to amounts of work."""
+"""The plan: arithmetic from a budget to the length of training."""
 
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from steadygrad._checks import InputError
+from steadygrad.studies.advise import trials
 from steadygrad.studies.advise.plan import (
-    END_STEP,
+    BRANCHES,
+    END_MARKS,
+    FEW,
+    LEAST,
     MIN_STEPS,
-    RUN_ENDS,
+    RUNS,
+    course_of,
     end_marks,
-    end_unit,
+    lengths_of,
     make_plan,
-    make_trials,
-    run_marks,
+    stages_of,
+    stretches,
 )
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.advise.trials import plan_for
-from steadygrad.studies.trials import SHARE, start_up
+from steadygrad.studies.trials import start_up
 from tests.unit.studies.tiny_task import make_task
 
-
-def undecided(key, journal):
-    """Before anything is recorded no trial that depends on results has a job."""
+SPEED = 1000.0
 
 
-def plan_of(budget, speed=1000.0, *, size=8, train=180_000, valid=256, workers=1):
-    trials = partial(make_trials, valid_size=valid, decide=undecided)
-    sizes = {"batch_size": size, "train_size": train, "workers": workers}
-    return make_plan(budget, speed, trials_of=trials, **sizes)
+def plan_of(budget, speed=SPEED, *, evaluation=0.01, slower=1.0, **given):
+    """The plan of a task whose larger batches take so many times as long a sample."""
+    seconds = {multiple: (slower if multiple > 1 else 1) / speed for multiple in RUNS}
+    sizes = {"batch_size": 8, "train_size": 180_000, "workers": 1}
+    return make_plan(budget, seconds, evaluation, **{**sizes, **given})
 
 
-def test_five_minutes_of_the_language_model():
-    """Needs of `make advise`: three points, several repeats, a check from scratch."""
-    plan = plan_of(300, workers=2)
-    assert len(plan.points) == 3
-    assert (plan.repeats, plan.seeds, plan.candidates, plan.rates) == (3, 4, 3, True)
-    assert plan.length >= 8_000
-    assert plan.multiples[-1][-1] >= 32
+@pytest.mark.parametrize("budget", [150, 300, 7200])
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_the_trainings_that_are_reckoned_with_fit_the_budget(budget, size, workers):
+    plan = plan_of(budget, batch_size=size, workers=workers)
+    count = sum(RUNS.values())
+    seconds = count * (plan.samples / SPEED + 0.01 * END_MARKS)
+    whole = workers * (budget - start_up(workers)) * (1 - BRANCHES)
+    assert plan.samples >= FEW * size
+    # They fill it, but for some evaluations of the smallest batch on the way.
+    assert whole - 2 < seconds <= whole or plan.samples == FEW * size
+    assert plan.work == int(workers * budget * SPEED)
+    assert plan.samples % size == 0
 
 
-@pytest.mark.parametrize("budget", [25, 60, 300, 7200])
 @pytest.mark.parametrize("size", [1, 8, 12])
-@pytest.mark.parametrize("workers", [1, 2, 8])
-def test_a_plan_fits_its_budget_and_its_own_rules(budget, size, workers):
-    plan = plan_of(budget, size=size, workers=workers)
-    trials = make_trials(plan, 256, undecided)
-    assert plan.work == sum(trial.cost for trial in trials)
-    assert plan.work / workers <= plan.span <= SHARE * (budget - start_up(workers)) * 1000
+@pytest.mark.parametrize("samples", [700, 4096, 100_000])
+def test_points_and_branches_obey_their_own_rules(size, samples):
+    plan = plan_of(7200, batch_size=size, samples=max(samples, 64 * size))
     assert list(plan.points) == sorted(set(plan.points))
-    for samples, length, ladder in zip(
-        plan.points, plan.branch_samples, plan.multiples, strict=True
-    ):
-        assert samples % end_unit(samples, size) == 0
+    assert plan.points[-1] == plan.samples // size * size
+    for seen, length, ladder in zip(plan.points, plan.branch_samples, plan.multiples, strict=True):
+        assert seen % size == 0
         assert ladder == tuple(2**i for i in range(len(ladder)))
         assert length // (ladder[-1] * size) >= MIN_STEPS - 4
         # A size in the middle between two of the ladder divides the branch, too.
         for multiple in ladder[1:]:
             assert length % (multiple * size) == 0
             assert multiple == 1 or length % (3 * multiple * size // 4) == 0
-    assert len(plan.multiples[-1]) >= 3
 
 
-def test_every_trial_has_its_own_key_and_needs_earlier_ones():
-    plan = plan_of(300, workers=2)
-    seen = set()
-    for trial in make_trials(plan, 256, undecided):
-        assert trial.key not in seen
-        assert seen.issuperset(trial.needs)
-        assert trial.cost > 0
-        seen.add(trial.key)
-    named = "point", "noise", "branch", "middle", "rate", "baseline", "candidate", "schedule"
-    assert {key[0] for key in seen} == {*named}
+def test_what_makes_the_training_longer():
+    longer = [plan_of(budget).samples for budget in (60, 300, 900, 7200)]
+    assert longer == sorted(set(longer))
+    longer = [plan_of(900, workers=workers).samples for workers in (1, 2, 8)]
+    assert longer == sorted(set(longer))
+    plain = plan_of(900).samples
+    # Larger batches that take half the time a sample, or evaluations that take none.
+    assert plan_of(900, slower=0.5).samples > 1.3 * plain
+    assert plan_of(900, evaluation=0.0).samples > plain > plan_of(900, evaluation=0.1).samples
+    # A rate that falls takes a training for each length of the smallest batch.
+    assert plan_of(900, evaluation=0.0, decays=True).samples < plan_of(900, evaluation=0.0).samples
 
 
-def test_a_decaying_rate_needs_one_more_run_of_the_smallest_batch():
-    plan = plan_of(300)
-    plain, decaying = (
-        [t.key for t in make_trials(plan, 256, undecided, decays=decays) if t.key[0] == "baseline"]
-        for decays in (False, True)
-    )
-    assert plain == [("baseline", seed) for seed in range(1, plan.seeds)]
-    assert decaying == [("baseline", 0), *plain]
-    assert len(plain) >= 2
+def test_short_trainings_rather_have_fewer_pairs():
+    lengths = {plan_of(budget).samples for budget in range(70, 140, 2)}
+    assert FEW * 8 in lengths
+    assert min(lengths) >= LEAST * 8
 
 
-def test_more_time_and_more_workers_buy_a_longer_study():
-    ends = [plan_of(budget).length for budget in (30, 60, 300, 900, 7200)]
-    assert ends == sorted(ends)
-    assert ends[-1] > 10 * ends[0]
-    ends = [plan_of(900, workers=workers).length for workers in (1, 2, 8)]
-    assert ends[0] < ends[1] < ends[2]
-
-
-@pytest.mark.parametrize("size", [1, 8, 12])
-@pytest.mark.parametrize("budget", [25, 300, 7200])
-def test_runs_end_with_evaluations_that_many_batch_sizes_reach(budget, size):
-    start = 0
-    for samples in plan_of(budget, size=size).points:
-        unit, ends = end_unit(samples, size), end_marks(samples, size)
-        # One batch, or three of them doubled: 1.5, 2, 3, 4, 6, ... times the smallest divide it.
-        assert unit == size or (unit % (3 * size), (unit // (3 * size)).bit_count()) == (0, 1)
-        assert unit <= END_STEP * samples or unit == size
-        assert (2 if unit > size else 3) * unit > END_STEP * samples
-        assert ends == [samples - back * unit for back in (4, 3, 2, 1, 0)]
-        # The main trajectory is evaluated there, too, and the point itself is its last mark.
-        marks = run_marks(samples, size, first=start)
-        assert marks[-RUN_ENDS:] == ends
-        assert start < marks[0] < marks[-RUN_ENDS]
-        assert marks == sorted(set(marks))
-        assert all(mark % size == 0 for mark in marks)
-        start = samples
-
-
-@pytest.mark.slow
-def test_a_check_has_as_many_seeds_and_candidates_as_fit():
-    plans = [plan_of(budget) for budget in range(15, 600)]
-    found = {(plan.repeats, plan.seeds, plan.candidates) for plan in plans}
-    assert found == {(2, 0, 0), (3, 0, 0), (3, 3, 1), (3, 3, 2), (3, 4, 2), (3, 4, 3)}
-    # Three points come before a fourth seed, and both before a third candidate.
-    assert all(len(plan.points) >= 3 for plan in plans if plan.candidates == 3)
+def test_a_length_that_is_given_leaves_no_choice():
+    given = [plan_of(b, s, samples=5000) for b, s in ((60, 1000.0), (9000, 1000.0), (60, 3000.0))]
+    assert [plan.samples for plan in given] == [5000] * 3
+    same = [replace(plan, samples_per_second=1.0, work=1) for plan in given]
+    assert same[0] == same[1] == same[2]
+    assert (plan_of(300).seeds, plan_of(300, seeds=5).seeds) == (64, 5)
 
 
 def test_no_batch_is_larger_than_the_data():
-    plan = plan_of(3000, train=300, valid=10)
-    assert plan.multiples[-1][-1] == 32  # 256 of 300 samples
+    plan = plan_of(3000, train_size=300)
+    assert plan.largest_batch == 256
+    assert plan_of(300, train_size=32).largest_batch == 32
+    with pytest.raises(InputError, match=r"at least 32 training samples.*Found 31"):
+        plan_of(300, train_size=31)
 
 
 @pytest.mark.parametrize(
-    ("budget", "speed", "expected"),
+    ("speed", "shown", "digits", "given"),
     [
-        (2, 1000.0, r"(\d\d?)s for this task at 1,000"),
-        (20, 26.9087, r"(\d\d0)s for this task at 27"),
+        (1000.0, "1,000", 2, {}),
+        (26.9087, "26.9", 3, {}),
+        (1000.0, "1,000", 2, {"samples": 9000}),
+        (500.0, "500", 2, {"decays": True}),
     ],
 )
-def test_a_budget_too_small_says_what_would_do_in_round_numbers(budget, speed, expected):
+def test_a_budget_too_small_says_what_would_do_in_round_numbers(speed, shown, digits, given):
     with pytest.raises(InputError, match="too small to measure anything") as caught:
-        plan_of(budget, speed)
-    seconds = re.search(rf"expected at least {expected} samples a second", str(caught.value))[1]
-    assert f"Remedy: --budget {seconds}s or more; where other programs keep" in str(caught.value)
-    assert str(caught.value).endswith("busy, --threads 1.")
-    assert plan_of(int(seconds), speed).repeats == 2
-    if len(seconds) < 3:
-        with pytest.raises(InputError):
-            plan_of(int(seconds) - 1, speed)
+        plan_of(5, speed, **given)
+    found = re.search(r"at least (\d+)s for this task at (\S+) samples", str(caught.value))
+    seconds = found[1]
+    assert found[2] == shown
+    assert len(seconds) == digits
+    assert f"Remedy: --budget {seconds}s or more" in str(caught.value)
+    assert ("or fewer --samples" in str(caught.value)) == ("samples" in given)
+    # Rounded up by a step at most: it is enough, and two steps less are not.
+    assert plan_of(int(seconds), speed, **given).samples >= LEAST * 8
+    with pytest.raises(InputError):
+        plan_of(int(seconds) - 2 * 10 ** (digits - 2), speed, **given)
 
 
-def test_data_too_few_for_three_batch_sizes():
-    with pytest.raises(InputError, match=r"at least 32 training samples.*Found 20"):
-        plan_of(300, train=20, valid=5)
+def test_a_length_too_short_to_train():
+    with pytest.raises(InputError, match=r"--samples should be at least 512.*Found 511\..* 512"):
+        plan_of(300, samples=511)
+    assert plan_of(300, samples=512).points == (512,)
 
 
-def test_a_warm_up_ends_within_the_run():
-    def plan(warmup):
-        trainer = SimpleNamespace(task=make_task(warmup_samples=warmup))
-        trainer.context, trainer.dependent = SimpleNamespace(size=1), False
-        return plan_for(Settings(budget=60), trainer, speed=1000.0, workers=1)
+def test_lengths_marks_and_courses():
+    assert lengths_of(4096, 0.2) == [2560, 3413, 4096]
+    assert end_marks(1000, decays=False) == [940, 960, 980, 1000]
+    assert end_marks(1000, decays=True) == [1000]
+    stages = ((0, 16), (4096, 64), (8192, 512))
+    assert course_of(stages) == "16-64@4096-512@8192"
+    assert stages_of(course_of(stages)) == stages
+    assert stages_of("24") == ((0, 24),)
+    assert stretches(stages[:2], 5000) == [(0, 4096, 16), (4096, 5000, 64)]
 
-    length = plan(0).length
-    assert plan(length).length == length
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """A clock that stands still, and speeds of larger batches."""
+    made = []
+
+    def speed(trainer, size, *, few=False):
+        made.append((size, few))
+        return 700.0 * size**0.5
+
+    monkeypatch.setattr(trials, "measured_speed", speed)
+    monkeypatch.setattr(trials, "clock_of", lambda trainer: lambda: 0.0)
+    return made
+
+
+def planned(speed=SPEED, task=None, **settings):
+    trainer = SimpleNamespace(task=task or make_task(), evaluate=lambda: 0.0)
+    trainer.context = SimpleNamespace(size=1, gather=lambda value: [value])
+    return trials.plan_for(Settings(**{"budget": 60, **settings}), trainer, speed=speed, workers=1)
+
+
+def test_speeds_of_larger_batches_are_measured_beside_the_smallest(speeds):
+    """The smallest batch's is what the plan reckons with, whatever this machine measures."""
+    seconds = {1: 1 / SPEED, 4: 0.5 / SPEED, 16: 0.25 / SPEED}
+    sizes = {"batch_size": 4, "train_size": 4096, "workers": 1}
+    assert planned().samples == make_plan(60, seconds, 0.0, **sizes).samples
+    assert speeds == [(4, False), (16, True), (64, True)]
+    del speeds[:]
+    # A slow task is not kept waiting: 4 steps of 64 take more than the budget.
+    planned(100.0, make_task(train=make_task().valid), samples=256)
+    assert speeds == [(4, False), (16, True)]
+
+
+def test_settings_that_no_plan_can_have(speeds):
+    with pytest.raises(InputError, match=r"--seeds should be at least 3, or 0\. Found 2"):
+        planned(seeds=2)
+    length = planned().samples
+    assert planned(task=make_task(warmup_samples=length)).samples == length
     with pytest.raises(InputError, match=rf"within the run of {length:,} samples. Found .* --bud"):
-        plan(length + 1)
+        planned(task=make_task(warmup_samples=length + 1))

@@ -1,140 +1,89 @@
-"""The verdict on the learning rate."""
+"""Whether the learning rate suits a batch size."""
 
 import math
 
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.plan import averaged_end
-from steadygrad.studies.advise.runs import judge_rate
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.pairs import better
 from steadygrad.studies.folder import Results
-from tests.unit.studies.advise.events import law, make_header, point, relabelled, scratch
+from tests.unit.studies.advise.events import LENGTH, make_header, scratch
 
-LENGTH = 4096
-PLAN = make_header((1024, LENGTH)).plan
-
-
-def judged(*runs, losses=law):
-    """The verdict on runs beside a main trajectory."""
-    main = [point(0, 1024, losses=losses), point(1, LENGTH, losses=losses)]
-    return judge_rate(PLAN, Results([*main, *runs]), LENGTH)
+HEADER = make_header((LENGTH,))
 
 
-def run(rate, slower=1.0, samples=LENGTH, **more):
-    return scratch(8, 0, samples, rate=rate, slower=slower, **more)
+def runs(rate, slower=1.0, spread=0.0, *, size=8, count=3):
+    """Trainings at a rate that need so many times the samples; infinitely many: they diverge."""
+    noise = [spread * (i - (count - 1) / 2) for i in range(count)]
+    noise = [math.inf] * count if math.isinf(slower) else noise
+    return [scratch(size, i, rate=rate, slower=slower, noise=e) for i, e in enumerate(noise)]
 
 
 @pytest.mark.parametrize(
-    ("half", "twice", "expected"),
+    ("half", "twice", "spread", "verdict"),
     [
-        (1.5, 0.6, "low"),
-        (0.6, 1.5, "high"),
-        (1.5, 1.5, "fits"),
-        (1.0, 1.0, ""),
-        (1.0, 0.6, "low"),  # one rate whose losses are the same is not all of them
-        (1.05, 0.95, "fits"),
-        (0.8, 0.6, "low"),
-        (0.6, 0.8, "high"),
+        (1.5, 0.6, 0.0, "low"),
+        (0.6, 1.5, 0.0, "high"),
+        (1.5, 1.5, 0.0, "fits"),
+        # Better by less than the tolerated samples are worth, but not surely better.
+        (1.5, 0.97, 0.003, "fits"),
+        (1.0, 1.0, 0.0, "fits"),
+        (1.5, 0.6, 0.05, ""),
+        (1.5, 1.0, 0.05, ""),
+        (30.0, 1.0, 0.05, ""),  # half of it is not better, for sure
+        # Where both are better, nothing is known of the best.
+        (0.6, 0.6, 0.0, ""),
+        (1.5, math.inf, 0.0, "fits"),
+        (0.6, math.inf, 0.0, "high"),
     ],
 )
-def test_the_better_rate_by_more_than_a_tenth_of_the_samples(half, twice, expected):
-    assert judged(run(0.5, half), run(2.0, twice)).verdict == expected
+def test_half_and_twice_the_rate(half, twice, spread, verdict):
+    events = [*runs(1.0), *runs(0.5, half, spread), *runs(2.0, twice, spread)]
+    (found,) = summarize(HEADER, Results(events), "budget").rates
+    assert found.verdict == verdict
+    assert [other.lr for other in found.others] == [0.0005, 0.002]
+    assert (found.batch_size, found.lr, found.samples) == (8, 0.001, LENGTH)
+    best = {"low": 0.002, "high": 0.0005}.get(verdict)
+    assert (found.better and found.better.lr) == best
+    assert math.isinf(found.others[1].mean) == math.isinf(twice)
 
 
-def changed(place, by):
-    """A verdict on twice the rate, whose run has one loss of its curve changed."""
-    twice = run(2.0, 0.6)
-    curve = list(twice.curve)
-    curve[place] = (curve[place][0], curve[place][1] + by)
-    return judged(replace(twice, curve=tuple(curve), loss=curve[-1][1]))
+def test_differences_are_paired_by_seed_and_wait_for_a_look():
+    own, twice = runs(1.0, count=5), runs(2.0, 0.8, count=5)
+    base = {run.repeat: run.curve for run in own}
+    # What a seed adds to both losses is no noise.
+    apart = [
+        [replace(run, loss=run.loss + run.repeat) for run in rows] for rows in (own, twice[::-1])
+    ]
+    found = better(apart[1], apart[0], base)
+    assert found.pairs == 4
+    gain = twice[0].loss - own[0].loss
+    assert (found.mean, found.low, found.high) == pytest.approx((gain,) * 3)
+    assert found.sure
+    assert better(twice[:2], own, base) is None
+    assert better(twice[3:], own[:4], base) is None
 
 
-@pytest.mark.parametrize("place", [-5, -4, -3, -2, -1])
-def test_a_better_rate_is_better_at_each_of_the_last_five_evaluations(place):
-    found = changed(place, 0.2)
-    # It would save more than a tenth of the samples all the same.
-    assert found.overheads["2"] < -0.15
-    assert found.verdict == "fits"
-    assert changed(place, 0.0).verdict == changed(place, -0.2).verdict == "low"
-    # What was before does not count.
-    assert changed(-6, 1.0).verdict == "low"
+@pytest.mark.parametrize(("part", "never"), [(0.9, True), (1.1, False)])
+def test_a_rate_fits_unless_another_is_worth_the_tolerated_samples(part, never):
+    own = runs(1.0)
+    base = {run.repeat: run.curve for run in own}
+    worth = own[0].curve[-2][1] - own[0].curve[-1][1]
+    other = [replace(run, rate=2.0, loss=run.loss - part * worth) for run in own]
+    found = better(other, own, base)
+    assert (found.sure, found.never, found.decided) == (True, never, True)
+    noisy = [replace(run, loss=run.loss + 0.2 * (run.repeat - 1)) for run in other]
+    assert not better(noisy, own, base).decided
 
 
-@pytest.mark.parametrize(("slower", "expected"), [(0.93, "fits"), (0.88, "low")])
-def test_a_better_rate_saves_more_than_a_tenth_of_the_samples(slower, expected):
-    found = judged(run(2.0, slower))
-    assert (-found.overheads["2"] / (1 + found.overheads["2"]) > 0.1) == (expected == "low")
-    assert found.verdict == expected
-
-
-def test_losses_and_overheads_are_kept():
-    found = judged(run(0.5, 1.25), run(2.0, 0.8))
-    assert list(found.losses) == ["0.5", "1", "2"]
-    assert found.losses["2"] < found.losses["1"] < found.losses["0.5"]
-    # The curve is a fit through ten losses.
-    assert found.overheads["0.5"] == pytest.approx(0.25, abs=0.02)
-    assert found.overheads["2"] == pytest.approx(-0.2, abs=0.02)
-
-
-@pytest.mark.parametrize("slower", [0.3, 1.5])
-def test_a_rate_that_diverges_is_not_better(slower):
-    """A diverged run has one loss, infinite, or losses that were low until then."""
-    lost = run(2.0, slower, noise=math.inf)
-    for twice in (lost, replace(lost, curve=((LENGTH, math.inf),))):
-        found = judged(twice)
-        assert found.verdict == "fits"
-        assert math.isinf(found.losses["2"])
-
-
-def test_a_decaying_rate_is_compared_with_a_run_of_the_same_length_that_decays():
-    # The main trajectory leaves the decay out.
-    main = [point(0, 1024), point(1, LENGTH, losses=lambda s: 9.0)]
-    twice = run(2.0, 0.6, samples=1024)
-
-    def decaying(*runs):
-        return judge_rate(PLAN, Results([*main, *runs]), 1024, decays=True)
-
-    for own, expected in ((run(1.0), ""), (run(1.0, samples=1024), "low")):
-        found = decaying(twice, own)
-        assert (found.verdict, found.samples) == (expected, 1024 * bool(expected))
-    # Neither another length nor another seed of the other rate.
-    for other in (run(2.0, 0.6), replace(twice, repeat=1)):
-        assert decaying(run(1.0, samples=1024), other).losses == {}
-
-
-def test_without_runs_there_is_no_verdict():
-    assert judged().verdict == ""
-
-
-def test_a_validation_loss_that_rises_has_no_verdict():
-    """A rate that trains less is ahead there, because the data have ended."""
-
-    def rising(samples):
-        return 1.0 + samples / 1e5
-
-    found = judged(relabelled(run(0.5), lambda s: rising(s) - 0.004), losses=rising)
-    assert (found.verdict, found.overheads, found.why) == ("", {}, "rising")
-    assert found.losses["0.5"] < found.losses["1"]
-
-
-@pytest.mark.parametrize(("loss", "why"), [(9.0, "same"), (0.0, "zero")])
-def test_losses_that_do_not_depend_on_the_rate_give_no_verdict(loss, why):
-    """An optimizer that leaves its rate aside, and a margin that every rate reaches."""
-
-    def still(samples):
-        return loss
-
-    found = judged(*(relabelled(run(rate), still) for rate in (0.5, 2.0)), losses=still)
-    assert (found.verdict, found.overheads, found.why) == ("", {}, why)
-
-
-def test_the_losses_are_those_that_are_compared():
-    """A rate that is ahead until shortly before the end, and saves samples by the mean."""
-    own, twice = averaged_end(point(1, LENGTH).curve), run(2.0, 0.6)
-    end = own[-1][1] + 0.01
-    twice = replace(twice, curve=(*twice.curve[:-1], (twice.samples, end)), loss=end)
-    found = judged(twice)
-    assert found.overheads["2"] < 0
-    assert found.losses["2"] < found.losses["1"]
-    for rate, curve in {"1": own, "2": twice.curve}.items():
-        assert found.losses[rate] == pytest.approx(sum(loss for _, loss in curve[-5:]) / 5)
+def test_verdicts_at_the_smallest_batch_and_at_the_advised_one():
+    sizes = [*runs(1.0, size=8), *runs(1.0, 1.1, size=12), *runs(1.0, 1.5, size=16)]
+    at_8 = [*runs(0.5, 1.5), *runs(2.0, 1.5)]
+    at_12 = [*runs(0.5, 1.6, size=12), *runs(2.0, 0.8, size=12)]
+    # Those of a size that is not advised, and half of a verdict, are none.
+    at_16 = [*runs(0.5, 1.0, size=16), *runs(2.0, 1.0, size=16)]
+    summary = summarize(HEADER, Results([*sizes, *at_8, *at_12, *at_16]), "budget")
+    assert [(rate.batch_size, rate.verdict) for rate in summary.rates] == [(8, "fits"), (12, "low")]
+    summary = summarize(HEADER, Results([*sizes, *at_8, *runs(0.5, size=12)]), "budget")
+    assert [rate.batch_size for rate in summary.rates] == [8]

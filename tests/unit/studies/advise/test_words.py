@@ -1,5 +1,6 @@
-"""One example of each template of words, and the run of the pages, word by word."""
+"""Words for what a summary says: its numbers, in the right template, and none that is not known."""
 
+import math
 import re
 
 import pytest
@@ -9,243 +10,211 @@ from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.schema import Summary
 from steadygrad.studies.folder import Results
-from tests.unit.studies.advise.events import make_header, measured, studied
+from tests.unit.studies.advise.events import make_header, studied
 from tests.unit.studies.advise.random_records import random_record
 
 STAGES = tuple(schema.Stage(from_samples=at, batch_size=b, lr=0.001) for at, b in ((0, 8), (9, 24)))
+CI = "95% confidence interval"
 
 
 @pytest.fixture(scope="module")
 def summary() -> Summary:
-    """Branches that predict, and nothing trained."""
-    header = make_header(candidates=0, seeds=0)
-    return summarize(header, Results(measured(header, (1e3, 1e4))), "complete")
+    """Batch 16 of 8 passes, 24 fails."""
+    header = make_header()
+    return summarize(header, Results(studied(header, 45.0)), "budget")
 
 
 def run(size=12, **fields) -> schema.Checked:
-    told = {"overhead": 0.13, "low": 0.05, "high": 0.28, "upper": 0.2, "within": True, "loss": 2.0}
-    steps = 4096 // size
-    return schema.Checked(
-        **{"batch_size": size, "stages": STAGES[:1], "warmup_samples": 1024, "steps": steps}
-        | {"seeds": 3} | told | fields
-    )  # fmt: skip
+    told = {"overhead": 0.13, "low": 0.05, "high": 0.24, "within": True, "beyond": False}
+    fixed = {"stages": STAGES[:1], "warmup_samples": 256, "steps": 4096 // size, "seeds": 3}
+    return schema.Checked(**{"batch_size": size, "loss": 2.0, **fixed, **told, **fields})
 
 
 def failed(size=12, **fields) -> schema.Checked:
-    return run(size, **{"overhead": 0.45, "low": 0.3, "high": 0.6, "within": False, **fields})
+    told = {"overhead": 0.45, "low": 0.3, "high": 0.6, "within": False, "beyond": True}
+    return run(size, **{**told, **fields})
 
 
-def with_runs(summary, *checked, advised, **larger) -> Summary:
-    """The summary with runs that were checked."""
-    basis = {"batch_size": advised, "lr": 0.00122, "warmup_samples": 0, "basis": "trained"}
-    found = replace(summary.recommendation, **basis)
-    fields = {"run": None, "gap": False, "diverged": None, **larger}
-    findings = (found, schema.Larger(**fields))
-    return replace(summary, recommendation=found, findings=findings, checked=checked)
+def advised(summary, size, *checked, larger=None, **fields) -> Summary:
+    """The summary with one advice, and what was trained."""
+    settings = {"batch_size": size, "lr": 0.00122, "samples": 4096}
+    found = schema.Recommendation(**{**settings, **fields})
+    findings = (found, schema.Larger(run=larger))
+    return replace(summary, recommendation=found, findings=findings, checked=checked, rates=())
 
 
-CI = "95% confidence interval"
+UNCERTAIN = {"overhead": 0.2004, "low": 0.0, "high": math.inf, "within": False, "beyond": False}
 
 
 @pytest.mark.parametrize(
-    ("checked", "expected"),
+    ("run", "expected"),
     [
-        (failed(), f"batch 12 needs 45% more rows than batch 8 ({CI} 30% to 60%)."),
-        (failed(loss=float("inf")), "batch 12 diverged."),
-        (failed(overhead=3.0, high=3.0), "batch 12 needs at least 300% more rows than batch 8."),
-        # What is a bound is said as one, and no rounding hides on which side it is.
+        (failed(), f"needs 45% more rows than batch 8 ({CI} 30% to 60%)"),
+        (failed(low=math.inf, overhead=math.inf, high=math.inf, loss=math.inf), "diverged"),
+        (failed(low=math.inf, overhead=math.inf), "needs more than 60% more rows than batch 8"),
         (
-            failed(overhead=0.2004, low=-1 / 3, high=3.0),
+            failed(overhead=0.0, low=0.0, high=0.1),
+            f"needs no more rows than batch 8 ({CI} 0% to 10%)",
+        ),
+        # No rounding hides on which side of the tolerance it is.
+        (
+            failed(**UNCERTAIN),
             (
-                "whether batch 12 stays within 20% is not certain, for it needs 20.04% more rows "
-                f"than batch 8 ({CI} below −33% to 300% or more)."
+                f"needs 20.04% more rows than batch 8 ({CI} 0% to more than 60%), so it is not "
+                "certain whether it stays within 20%"
             ),
         ),
     ],
-)
-def test_stay(summary, checked, expected):
-    found = with_runs(summary, checked, advised=8, run=checked)
-    assert words.answer(found) == f"Stay at batch 8: {expected}"
+)  # fmt: skip
+def test_stay(summary, run, expected):
+    found = advised(summary, 8, run, larger=run)
+    assert words.answer(found) == f"For 4,096 rows, stay at batch 8: batch 12 {expected}."
+    # It is said once.
+    assert words.remarks(found) == ()
 
 
 def test_train(summary):
-    found = with_runs(summary, run(), failed(16), advised=12, run=failed(16))
-    needs = f"it needs 13% more rows than batch 8 ({CI} 5% to 28%) and 25% fewer optimizer steps"
-    said = f"Train at batch 12 with learning rate 0.00122: {needs} for the same loss."
-    assert words.answer(found) == said
+    found = advised(summary, 12, run(), failed(16), larger=failed(16))
+    needs = f"it needs 13% more rows than batch 8 ({CI} 5% to 24%) and 25% fewer optimizer steps"
+    said = f"For 4,096 rows, train at batch 12 with learning rate 0.00122: {needs} for the same "
+    assert words.answer(found) == f"{said}loss."
     assert words.remarks(found) == (
         f"Batch 16 needs 45% more rows than batch 8 ({CI} 30% to 60%).",
     )
-
-
-def test_predicted_and_own(summary):
-    size = summary.recommendation.batch_size
-    assert words.answer(summary) == (
-        f"Batch {size} with learning rate {summary.recommendation.lr:.3g} should need at most 20% "
-        "more rows than batch 8: predicted, not trained."
-    )
-    own = replace(summary.recommendation, batch_size=8, basis="own", warmup_samples=0)
-    assert words.answer(replace(summary, recommendation=own)) == (
-        "Stay at batch 8: no larger batch was shown to need at most 20% more rows."
-    )
+    assert [row[-1] for row in words.table(found).rows[:3]] == [
+        "reference",
+        "within 20%, advised",
+        "not within 20%",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("why", "expected"),
+    ("status", "then"),
     [
-        ("unmeasured", "Nothing can be said yet: no point of training was measured."),
-        (
-            "runs",
-            (
-                "No batch size can be advised: the validation loss of batch 8 did not fall "
-                "significantly over the second half of the run up to any point; try a lower "
-                "Task.lr, more data, or another --budget."
-            ),
-        ),
-        (
-            "flat",
-            (
-                "No batch size can be advised: the validation loss of batch 8 does not fall along "
-                "its branches; try another Task.lr, more data, or a longer --budget."
-            ),
-        ),
+        ("budget", "--resume for about 2 more minutes would tell."),
+        ("complete", "the study's seeds are used up."),
     ],
 )
-def test_nothing(summary, why, expected):
-    found = replace(summary, recommendation=schema.Recommendation(why=why), status="budget")
-    assert words.answer(found) == expected
+def test_what_is_not_known_is_said_with_what_would_tell(summary, status, then):
+    unknown = failed(**UNCERTAIN)
+    fields = {"larger": unknown, "why": "undecided", "minutes": 1.2, "lr": None}
+    found = replace(advised(summary, None, unknown, **fields), status=status)
+    assert words.answer(found).startswith("For 4,096 rows it is not known whether a batch above 8 ")
+    assert words.answer(found).endswith(then)
+    assert words.table(found).rows[1][-1] == "uncertain"
+
+
+@pytest.mark.parametrize("why", ["unmeasured", "flat"])
+def test_nothing(summary, why):
+    found = replace(advised(summary, None), recommendation=schema.Recommendation(why=why))
+    assert re.search(r"Nothing can be said|No batch size can be advised", words.answer(found))
     assert words.table(found) is None
+    assert (words.too_little(found) is not None) == (why == "unmeasured")
+
+
+def verdict(what, size=8) -> schema.RateVerdict:
+    others = tuple(
+        schema.OtherRate(lr=lr, seeds=4, mean=-0.02, low=-0.03, high=-0.01)
+        for lr in (0.0005, 0.002)
+    )
+    return schema.RateVerdict(verdict=what, batch_size=size, lr=0.001, samples=4096, others=others)
 
 
 def test_an_answer_that_hangs_on_a_condition_opens_with_it(summary):
-    rate = replace(summary.rate, verdict="low", first=True)
-    tune = "he learning rate 0.001 looks too low, so tune it first; until then"
+    tune = "he learning rate 0.001 is too low at batch 8, so tune it first; until then"
     for found, then in (
-        (with_runs(summary, run(), advised=12), "train at batch 12 with learning rate 0.00122"),
-        (with_runs(summary, failed(), advised=8, run=failed()), "stay at batch 8"),
-        (
-            replace(summary, recommendation=schema.Recommendation(why="flat")),
-            "no batch size can be advised",
-        ),
+        (advised(summary, 12, run()), "train at batch 12 with learning rate 0.00122"),
+        (advised(summary, 8, failed(), larger=failed()), "stay at batch 8"),
+        (advised(summary, None, why="flat"), "no batch size can be advised"),
     ):
-        assert words.answer(replace(found, rate=rate)) == f"T{tune} {then}."
-    cut = replace(with_runs(summary, run(), advised=12), rate=rate, status="interrupted")
+        assert words.answer(replace(found, rates=(verdict("low"),))) == f"T{tune} {then}."
+    cut = replace(advised(summary, 12, run()), rates=(verdict("low"),), status="interrupted")
     assert words.answer(cut).startswith(f"Preliminary: t{tune} train at")
-
-
-LOSSES = {"0.5": 2.3, "1": 2.2, "2": 2.1}
+    # A rate that is wrong at the recommended batch alone changes no answer.
+    other = replace(advised(summary, 12, run()), rates=(verdict("fits"), verdict("high", 12)))
+    assert words.answer(other).startswith("For 4,096 rows, train at batch 12 ")
 
 
 @pytest.mark.parametrize(
     ("finding", "expected"),
     [
-        (
-            schema.Unfinished(measured=1, planned=2),
-            ("The study ran out of its budget before all trainings were done (1 of 2 points of "
-            "training measured); --resume continues it."),
-        ),
-        (
-            schema.RateVerdict(verdict="low", samples=4096, losses=LOSSES, first=True),
-            ("Learning rate 0.002 does better: validation loss 2.1 against 2.2 at 0.001, both "
-            "means over the last 40% of a run of 4,096 rows. Every batch size here was measured at "
-            "0.001, so take it as an upper bound."),
-        ),
-        (
-            schema.RateVerdict(verdict="high", samples=9000, losses=LOSSES, elsewhere=True),
-            ("The learning rate 0.001 looks too high for a run of 9,000 rows, which says nothing "
-            "of one of 4,096 rows."),
-        ),
-        (
-            schema.RateVerdict(why="same", samples=4096, losses=LOSSES),
-            ("No verdict on the learning rate 0.001: over the last 40% of a run of 4,096 rows, the "
-            "validation losses at 0.0005 and 0.002 are the same; check that Task.make_optimizer "
-            "uses its learning rate."),
-        ),
-        (schema.RateVerdict(verdict="fits", samples=4096, losses=LOSSES), ""),
-        (
-            schema.Larger(run=None, gap=False, diverged=64),
-            "Batch 64 diverged elsewhere in this study, which bounds the advice.",
-        ),
-        (
-            schema.Larger(run=failed(32), gap=True, diverged=None),
-            (f"Batch 32 needs 45% more rows than batch 8 ({CI} 30% to 60%). No size between 8 and "
-            "32 was tried."),
-        ),
-        (
-            schema.Unplanned(),
-            ("The budget was too short for a run from the initial weights, and --resume adds none: "
-            "start a new study with a longer --budget."),
-        ),
+        (schema.Unfinished(), ["was interrupted", "--resume"]),
+        (verdict("low"), ["Learning rate 0.002 does better than 0.001", "0.02", "0.01 to 0.03"]),
+        (verdict("high"), ["Learning rate 0.0005 does better than 0.001"]),
+        (verdict(""), ["0.001 fits batch 8 over 4,096 rows is not known after 4 seeds"]),
+        (verdict("fits"), None),
+        (schema.Larger(run=None), ["No batch above 12 was tried."]),
         (
             schema.Flat(points=(64, 256), epochs=3.2, how="flat"),
-            ("No batch size can be judged after 64 and 256 rows (data seen 3 times by then): along "
-            "the branches there, the validation loss of batch 8 does not fall."),
+            ["after 64 and 256 rows (data seen 3 times by then)", "does not fall"],
         ),
         (
             schema.Schedule(
-                stages=STAGES, steps=32, warmup_samples=0, basis="trained", advised=True,
-                check=run(24), megatron="",
+                stages=STAGES, steps=256, warmup_samples=0, advised=True,
+                check=run(24, overhead=0.1, low=0.05), megatron="",
             ),
-            ("A growing batch, 8 from 0 and 24 from 9 rows on, needs 13% more rows than batch 8 "
-            f"({CI} 5% to 28%) and 44% fewer optimizer steps than batch 64, for the same loss."),
+            [
+                "8 from 0 and 24 from 9 rows on, needs 10% more rows",
+                "17% fewer optimizer steps than batch 12",
+            ],
+        ),
+        (
+            schema.Schedule(
+                stages=STAGES, steps=256, warmup_samples=0, advised=False, check=None, megatron="",
+            ),
+            None,
         ),
     ],
 )  # fmt: skip
 def test_remarks(summary, finding, expected):
-    recommendation = replace(summary.recommendation, batch_size=64)
-    found = replace(summary, recommendation=recommendation, status="budget")
-    said = words.remarks(replace(found, findings=(recommendation, finding)))
-    assert said == ((expected,) if expected else ())
+    found = replace(advised(summary, 12, run()), status="interrupted")
+    found = replace(found, findings=(found.recommendation, finding))
+    said = words.remarks(found)
+    assert len(said) == (expected is not None)
+    assert all(part in said[0] for part in expected or ())
 
 
 def test_continuing(summary):
     def said(going_on=None, critical=None):
         going_on = replace(summary.going_on, batch_size=32, lr=0.002, **(going_on or {}))
         fields = {"value": 43.2, "low": 14.0, "high": 51.0, "beyond": 48.0, **(critical or {})}
-        last = replace(summary.points[-1], critical=replace(summary.points[-1].critical, **fields))
+        points = tuple(
+            replace(point, critical=point.critical and replace(point.critical, **fields))
+            for point in summary.points
+        )
         findings = (summary.recommendation, going_on)
-        (text,) = words.remarks(replace(summary, findings=findings, points=(last,)))
-        return text.removeprefix("A run that has seen 4,096 rows can continue at ")
+        (text,) = words.remarks(replace(summary, findings=findings, points=points))
+        return text.partition(" can continue at batch 32 with learning rate 0.002")[2]
 
-    use = "batch 32 with learning rate 0.002"
-    assert said() == f"{use}: the critical batch size there is 43 ({CI} 14 to 51)."
-    unknown = said({"known": False}, {"high": float("inf")})
-    why = "the critical batch size there is not known well enough for more"
-    assert unknown == f"{use}: {why} ({CI} 14 or more)."
-    assert said({"diverged": 64}) == f"{use}: batch 64 diverged elsewhere in this study."
-    every = said(None, {"beyond": float("inf")})
-    assert (
-        every == f"{use}, the largest that was tried: all need at most 20% more rows than the best."
-    )
+    assert said() == f": the critical batch size there is 43 ({CI} 14 to 51)."
+    unknown = said({"known": False}, {"high": math.inf})
+    assert "not known well enough" in unknown
+    assert "14 or more" in unknown
+    assert "batch 64 diverged elsewhere" in said({"diverged": 64})
+    assert ", the largest that was tried" in said(None, {"beyond": math.inf})
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_one_sentence_one_table_three_remarks(first):
     for seed in range(first, first + 50):
         _, _, summary = random_record(seed)
+        size, tune = summary.recommendation.batch_size, words.tune_first(summary)
         assert len(summary.remarks) <= 3
         said = "\n".join((summary.answer, *summary.remarks))
         assert not re.search(r"from scratch|resolved|\bnan\b|\binf\b|None", said)
         assert summary.answer.count(". ") == 0
-        advised = [row for row in summary.table.rows if row[-1].split(", ")[-1] == "advised"] if (
-            summary.table) else []  # fmt: skip
-        basis = summary.recommendation.basis
-        assert len(advised) == (basis in ("trained", "own"))
-        if advised:
-            assert int(advised[0][0].replace(",", "")) == summary.recommendation.batch_size
+        rows = summary.table.rows if summary.table else []
+        advised = [row[0] for row in rows if row[-1].split(", ")[-1] == "advised"]
+        if rows:
+            assert advised == ([f"{size:,}"] if size else [])
         # Command and doubt do not stand side by side.
-        if summary.rate.first:
-            assert "so tune it first; until then" in summary.answer
-        assert ("predicted" in summary.answer) == (basis == "predicted")
+        assert ("so tune it first; until then" in summary.answer) == bool(tune)
         assert summary.answer.startswith("Preliminary") == (
-            summary.status != "complete" and basis != "none"
+            summary.status in ("interrupted", "failed") and size is not None
         )
 
 
-def test_the_whole_study_in_words():
+def test_the_whole_study_in_words(summary):
     """A growing batch that passed has a row and a remark."""
-    header = make_header()
-    results, _ = studied(header, 45.0, grown=1e5)
-    summary = summarize(header, Results(results), "complete")
-    assert [row[0] for row in summary.table.rows][-1] == "growing"
+    assert [row[0] for row in summary.table.rows] == ["8", "16", "24", "32", "growing"]
     assert any(remark.startswith("A growing batch, ") for remark in summary.remarks)

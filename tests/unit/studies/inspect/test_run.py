@@ -139,7 +139,7 @@ def test_what_each_trial_needs_and_is_told(whole):
     run = read_run(outcome.folder)
     known = [part for part in run.select(Part) if part.phase != "after"]
     # In the order in which workers may have ended them.
-    journal, trials = Results(known[::-1]), trials_of(run.header)
+    journal, trials = Results(known[::-1]), trials_of(run.header, run.results)
     proposal = propose(by_phase(journal))
     tried = {"loss_scale": proposal.loss_scale, "layer_scales": proposal.layer_scales}
     assert tried == {name: outcome.summary.to_dict()["proposal"][name] for name in tried}

@@ -1,0 +1,215 @@
+"""The next trainings of a study: a pure function of the results.
+
+Three searches go on side by side: for the batch size, for the learning rates, and along branches.
+The first has precedence until another has taken less than its part of the samples. It decides by
+its own results, at whole looks alone: neither the number of workers nor an interruption changes
+which batch sizes are tried, and with which seeds.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import get_args
+
+from steadygrad.studies.advise.analysis import RATES, Evidence
+from steadygrad.studies.advise.plan import (
+    BRANCHES,
+    END_MARKS,
+    FRACTIONS,
+    LENGTHS,
+    MICRO_BATCHES,
+    OTHER_RATES,
+    PAIRS,
+    course_of,
+    lengths_of,
+)
+from steadygrad.studies.advise.schema import RESULTS, Branch, Header, Noise, Point, Scratch
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Key, Result
+from steadygrad.studies.sequential import LOOKS, next_look
+from steadygrad.studies.trials import Job, Trial, evaluation_cost
+
+# Largest ratio of a batch size to the largest one that seemed to pass.
+STRIDE = 4
+# Trainings of the search for the batch size before the others begin.
+FIRST = 9
+
+
+def trials_of(header: Header, results: Results) -> list[Trial]:
+    """The trials that can run now, the most useful first."""
+    evidence = Evidence(header, results)
+    done = {
+        "sizes": sum(run.samples for run in results.select(Scratch) if run.rate == 1),
+        "rates": sum(run.samples for run in results.select(Scratch) if run.rate != 1),
+        "branches": sum(branch.samples for branch in results.select(Branch))
+        + sum(noise.samples for noise in results.select(Noise))
+        + max((point.samples for point in results.select(Point)), default=0),
+    }
+    found = {"sizes": _sizes(evidence), "rates": _rates(evidence), "branches": _branches(evidence)}
+    behind = [
+        name
+        for name, part in (("rates", OTHER_RATES), ("branches", BRANCHES))
+        if done[name] < part * (sum(done.values()) - FIRST * evidence.length)
+    ]
+    trials: dict[Key, Trial] = {}
+    for name in (*behind, *found):
+        for job in found[name]:
+            trial = _trial(evidence, job)
+            trials.setdefault(trial.key, trial)
+    return [trial for trial in trials.values() if trial.key not in results]
+
+
+def _trial(evidence: Evidence, job: Job) -> Trial:
+    plan, evaluation = evidence.plan, evaluation_cost(evidence.task.valid_size)
+    kinds: dict[str, type[Result]] = {str(k.__struct_config__.tag): k for k in get_args(RESULTS)}
+    key: Key = (job["kind"], *(job[name] for name in kinds[job["kind"]].key_fields))
+    if job["kind"] == "scratch":
+        own = job["course"] == evidence.base and job["rate"] == 1
+        cost = job["samples"] + evaluation * END_MARKS * (len(LENGTHS) if own else 1)
+        what = f"{job['course']} over {job['samples']:,}"
+        what += f" at {job['rate']:g} times the rate" if job["rate"] != 1 else ""
+        return Trial(key, cost, lambda results: job, f"{what}, seed {job['repeat']}")
+    samples, where = plan.points[job["point"]], f"at {plan.points[job['point']]:,}"
+    if job["kind"] == "point":
+        start = plan.points[job["point"] - 1] if job["point"] else 0
+        return Trial(key, samples - start + evaluation, lambda results: job, f"training {where}")
+    if job["kind"] == "noise":
+        cost = plan.noise_steps[job["point"]] * MICRO_BATCHES * plan.batch_size
+        return Trial(key, cost, lambda results: job, f"noise scale {where}")
+    marks = END_MARKS + (len(FRACTIONS) if job["batch_size"] == plan.batch_size else 0)
+    cost = plan.branch_samples[job["point"]] + marks * evaluation
+    return Trial(key, cost, lambda results: job, f"branch of {job['batch_size']:,} {where}")
+
+
+def _look(evidence: Evidence, course: str, pairs: int, rate: float = 1.0) -> Iterator[Job]:
+    """Trainings of a course and of the smallest batch with so many seeds, seed by seed."""
+    samples = evidence.length
+    lengths = [samples]
+    if evidence.task.lr_decay != "none":
+        lengths = lengths_of(samples, evidence.tolerance)
+    for repeat in range(pairs):
+        rows = [(evidence.base, 1.0, length) for length in lengths]
+        rows += [(course, 1.0, samples)] * (rate != 1) + [(course, rate, samples)]
+        for name, factor, length in rows:
+            yield {
+                "kind": "scratch",
+                "course": name,
+                "repeat": repeat,
+                "rate": factor,
+                "samples": length,
+                "warmup_samples": 0 if name == evidence.base else evidence.warmup_samples,
+            }
+
+
+def _sizes(evidence: Evidence) -> Iterator[Job]:
+    """The batch size: visited by strides and by halves, then decided, then the schedule."""
+    if not evidence.length:
+        return
+    if len(evidence.curves(evidence.length)) < LOOKS[0]:
+        yield from _look(evidence, evidence.base, LOOKS[0])
+        return
+    size = _next_size(evidence)
+    if size is not None:
+        pairs = evidence.sizes.get(size)
+        yield from _look(evidence, str(size), _next(evidence, len(pairs) if pairs else 0))
+        return
+    if schedule := evidence.schedule:
+        pairs = evidence.schedule_pairs
+        if pairs is None or not (pairs.passed or pairs.failed):
+            look = _next(evidence, len(pairs) if pairs else 0, PAIRS)
+            yield from _look(evidence, course_of(schedule), look)
+    # All is decided: the sizes on either side of the border become more certain.
+    border = [size for size in (evidence.passed, evidence.failed) if size]
+    for size in sorted(border, key=lambda size: len(evidence.sizes[size])):
+        yield from _look(evidence, str(size), _next(evidence, len(evidence.sizes[size])))
+
+
+def _next(evidence: Evidence, pairs: int, most: int = LOOKS[-1]) -> int:
+    return next_look(pairs, min(most, evidence.plan.seeds))
+
+
+def _next_size(evidence: Evidence) -> int | None:
+    """The batch size that needs a look: one never tried, or the one most worth deciding."""
+    rungs, sizes = evidence.rungs, evidence.sizes
+    good, bad = evidence.passed or rungs[0], evidence.failed or rungs[-1] + 1
+    # As far as it is known yet.
+    fits = [s for s, pairs in sizes.items() if s < bad and pairs.overheads[0] <= pairs.tolerance]
+    low = max(fits, default=rungs[0])
+    high = min((size for size in sizes if size > low), default=None)
+    if high is None:
+        ahead = [size for size in rungs if low < size <= STRIDE * low]
+        if ahead:
+            return ahead[-1]
+    elif between := [size for size in rungs if low < size < high]:
+        return between[(len(between) - 1) // 2]
+    open_ = [
+        size
+        for size, pairs in sizes.items()
+        if good < size < bad and not pairs.passed and _next(evidence, len(pairs))
+    ]
+    # One below those that are hard to decide may be easy.
+    below = [size for size in rungs if good < size < min(open_, default=0)]
+
+    def worth(size: int) -> float:
+        """Octaves by which the border is narrowed, for each pair that is missing."""
+        if size not in sizes:
+            return math.log(size / good) / LOOKS[1]
+        pairs = sizes[size]
+        ends = (good, size) if pairs.overheads[0] <= pairs.tolerance else (size, bad)
+        return math.log(ends[1] / ends[0]) / (pairs.needed - len(pairs))
+
+    middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
+    return max((*open_, *middle), key=lambda size: (worth(size), size), default=None)
+
+
+def _rates(evidence: Evidence) -> Iterator[Job]:
+    """Other learning rates, at the smallest batch and then at the recommended one."""
+    if len(evidence.curves(evidence.length)) < LOOKS[0]:
+        return
+    for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
+        known = evidence.rate(size) if size else {}
+        if size is None or any(found.sure for found in known.values()):
+            continue
+        for rate in RATES:
+            found = known.get(rate)
+            if found is None or not found.decided:
+                look = _next(evidence, found.pairs if found else 0, PAIRS)
+                yield from _look(evidence, str(size), look, rate)
+
+
+def _branches(evidence: Evidence) -> Iterator[Job]:
+    """Point by point: the training to it, then what starts from there."""
+    plan, results = evidence.plan, evidence.results
+    for point, multiples in enumerate(plan.multiples):
+        if results.get(Point, point) is None:
+            yield {"kind": "point", "point": point}
+            return
+        jobs: list[Job] = [
+            {"kind": "branch", "point": point, "repeat": repeat, "batch_size": m * plan.batch_size}
+            for repeat in range(plan.repeats)
+            for m in multiples
+        ]
+        if not evidence.task.dependent:
+            jobs.insert(0, {"kind": "noise", "point": point})
+        missing = [job for job in jobs if _trial(evidence, job).key not in results]
+        if not missing:
+            missing = [
+                job for job in _middle(evidence, point) if _trial(evidence, job).key not in results
+            ]
+        if missing:
+            yield from missing
+            return
+
+
+def _middle(evidence: Evidence, point: int) -> Iterator[Job]:
+    """Branches in the middle between the largest tolerable size and the next one."""
+    plan, branches = evidence.plan, evidence.results.select(Branch)
+    sizes = {multiple * plan.batch_size for multiple in plan.multiples[point]}
+    kept = [b for b in branches if b.point == point and b.batch_size in sizes]
+    found = Evidence(evidence.header, Results(kept)).criticals.get(point)
+    if found is None or not found.resolved or found.beyond != 2 * found.within:
+        return
+    size, odd = divmod(3 * found.within, 2)
+    if odd or size % evidence.header.runtime.world_size:
+        return
+    for repeat in range(plan.repeats):
+        yield {"kind": "branch", "point": point, "repeat": repeat, "batch_size": size}
