@@ -113,9 +113,9 @@ def test_a_file_in_place_of_the_checkpoints(interrupted, capsys):
     assert main(["advise", "--resume", str(interrupted)]) == 2
     out, err = capsys.readouterr()
     line = err.splitlines()[-1]
-    assert "The study failed before all trainings were done (1 of 2 points" in " ".join(out.split())
+    assert "The study failed before its budget was over" in " ".join(out.split())
     assert f"Report: {interrupted / 'report.html'}" in out
-    assert line.startswith("steadygrad: branch between two sizes at 64, repeat 0: ")
+    assert line.startswith("steadygrad: training at 128: ")
     assert f"The results are kept. --resume {interrupted} continues" in line
     assert "Expected a folder for checkpoints at" in line
     assert "Remedy: remove what is in its place." in line
