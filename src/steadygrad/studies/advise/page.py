@@ -101,7 +101,7 @@ def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
             if len(known) < len(apart):
                 charts.cross(axes, place)
                 continue
-            ends = interval(apart)[1:]
+            ends = interval(apart, pairs.prior)[1:]
             axes.plot([place, place], ends, color=INK, linewidth=1.5)
         axes.set_xlim(-0.6, len(evidence.sizes) - 0.4)
         axes.set_xticks(range(len(evidence.sizes)), [*map(size, evidence.sizes)], color=MUTED)
