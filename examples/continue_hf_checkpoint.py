@@ -54,7 +54,8 @@ with tempfile.TemporaryDirectory() as home:
         make_optimizer=make_optimizer,
         optimizer_takes="model",
     )
-    result = steadygrad.advise(task, budget="20s", threads=1, out=Path(home, "run"), progress=False)
+    size = {"samples": 64 * task.batch_size, "seeds": 3, "budget": "10m"}
+    result = steadygrad.advise(task, **size, threads=1, out=Path(home, "run"), progress=False)
 
 print(result)
 print("status:", result.summary.status)
