@@ -69,7 +69,7 @@ CEILINGS = {
     "cli": 852,
     "integrations": 950,
     "studies": 3591,
-    "studies/advise": 2394,
+    "studies/advise": 2385,
     "studies/compare": 2122,
     "studies/inspect": 1356,
     "tasks": 1624,

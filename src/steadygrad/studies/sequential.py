@@ -1,9 +1,9 @@
 r"""A test of paired differences that stays valid however often one looks.
 
 One looks after 3, 4, 6, 8, 12, ... pairs. At each look Student's interval of the mean difference
-has the confidence :math:`1 - 0.0078`. All of a study's intervals then hold together in 95 % of
-studies: the chance that normal differences leave any of the ten was 5.0 % in 200,000 simulations.
-It depends on neither mean nor variance, since Student's ratio does not.
+has the confidence :math:`1 - 0.0078`. All ten intervals of one comparison then hold together in
+95 % of studies: 5.0 % of 200,000 simulated comparisons of normal differences had one that did not.
+The share depends on neither mean nor variance, since Student's ratio does not.
 
 References:
     | Group Sequential Methods in the Design and Analysis of Clinical Trials (Pocock, 1977)

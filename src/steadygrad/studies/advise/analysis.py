@@ -109,12 +109,6 @@ class Evidence:
             return self.plan.batch_size
         return self.passed
 
-    @property
-    def known(self) -> bool:
-        """Whether the next larger size is known to fail, or there is none."""
-        after = [size for size in self.rungs if size > (self.constant or 0)]
-        return not after or self.failed == after[0]
-
     def rate(self, size: int) -> dict[float, Better]:
         """What other learning rates do at a batch size, as far as it is known."""
         course = str(size)

@@ -81,7 +81,6 @@ def _recommendation(evidence: Evidence) -> Recommendation:
         overhead=overhead,
         low=low,
         high=high,
-        known=evidence.known,
         half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
         decay_half_life=at * math.log(2) / decay if decay else None,
     )

@@ -258,7 +258,6 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
 
     Attributes:
         overhead: Extra samples as a fraction, with its interval; None for the smallest batch.
-        known: Whether the next larger size that fits is known to fail.
         half_life: Samples after which Adam's second moment is halved.
         decay_half_life: Samples after which weights that only decay are halved.
         why: Why there is none: ``"unmeasured"``, ``"flat"`` (the smallest batch's loss does not
@@ -273,7 +272,6 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
     overhead: float | None = None
     low: float | None = None
     high: float | None = None
-    known: bool = False
     half_life: float | None = None
     decay_half_life: float | None = None
     why: str = ""

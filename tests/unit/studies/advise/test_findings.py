@@ -90,23 +90,21 @@ def test_no_finding_contradicts_a_number(first):
 
 
 @pytest.mark.parametrize(
-    ("slower", "advised", "larger", "known"),
+    ("slower", "advised", "larger"),
     [
-        ({12: (1.1, 0), 24: (1.5, 0)}, 12, 24, False),
-        ({32: (2.0, 0), 12: (1.6, 0)}, 8, 12, True),
+        ({12: (1.1, 0), 24: (1.5, 0)}, 12, 24),
+        ({32: (2.0, 0), 12: (1.6, 0)}, 8, 12),
         # One that is not decided is no advice, and is told.
-        ({12: (1.1, 0), 16: (1.2, 0.03), 24: (1.4, 0), 32: (1.5, 0)}, 12, 16, False),
-        ({512: (1.1, 0)}, 512, None, True),
+        ({12: (1.1, 0), 16: (1.2, 0.03), 24: (1.4, 0), 32: (1.5, 0)}, 12, 16),
+        ({512: (1.1, 0)}, 512, None),
     ],
 )
-def test_the_smallest_larger_batch_that_was_not_within_the_tolerance(
-    slower, advised, larger, known
-):
+def test_the_smallest_larger_batch_that_was_not_within_the_tolerance(slower, advised, larger):
     events = [*measured(HEADER), *three(8)]
     events += [run for size, given in slower.items() for run in three(size, *given)]
     summary = summarize(HEADER, Results(events), "complete")
     advice, said = summary.recommendation, found(summary, Larger)
-    assert (advice.batch_size, advice.why, advice.known) == (advised, "", known)
+    assert (advice.batch_size, advice.why) == (advised, "")
     assert (said.run and said.run.batch_size) == larger
     overhead = slower[advised][0] - 1 if advised > 8 else None
     assert advice.overhead == (overhead and pytest.approx(overhead, abs=0.01))

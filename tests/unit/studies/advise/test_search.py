@@ -54,7 +54,7 @@ def test_sizes_are_visited_by_strides_of_four_and_then_between(critical, visited
     # All is decided: the advice is the largest size that is tolerable.
     evidence = Evidence(header, Results(found))
     good = [size for size in evidence.rungs if size <= max(8, within_tolerance(critical))]
-    assert (evidence.constant, evidence.known) == (good[-1], True)
+    assert evidence.constant == good[-1]
     # Nothing is left, and no size has more seeds than it may.
     assert trials_of(header, Results(found)) == []
     assert max(run.repeat for run in sizes_of(found)) == 5
@@ -220,7 +220,7 @@ def test_a_size_that_diverges_is_decided_at_once():
     found = studied(header, 1e5, at_once=1, lengths=1e9, diverging=32)
     assert [r.course for r in sizes_of(found)][3:6] == ["32"] * 3
     evidence = Evidence(header, Results(found))
-    assert (evidence.failed, evidence.constant, evidence.known) == (32, 24, True)
+    assert (evidence.failed, evidence.constant) == (32, 24)
     assert evidence.sizes[32].overheads[0] == math.inf
 
 
