@@ -1,0 +1,203 @@
+"""How often ``steadygrad ab`` is wrong, and how many pairs it takes, where the truth is known.
+
+    python benchmarks/ab_truth.py --save
+
+Ten thousand studies a row, looked at after every pair up to 100. Beside the mixture's sequential t
+that ``ab`` has: Student's intervals at the ten looks of ``advise``, bets on the signs of the
+differences (Krichevsky and Trofimov's mixture), and the rule that believes one pair of runs if it
+differs by more than two deviations of A's runs.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from scipy import special
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.side_by_side import hardware, save
+
+from steadygrad.studies.ab.sequence import compare
+from steadygrad.studies.sequential import LOOKS, interval
+
+PAIRS, ALPHA, CHUNK = 100, 0.05, 1000
+Floats = np.ndarray
+Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
+
+NOISE: dict[str, Draw] = {
+    "normal": lambda g, shape: g.normal(size=shape),
+    "t with 3 degrees": lambda g, shape: g.standard_t(3, shape),
+    "skewed (log-normal)": lambda g, shape: g.lognormal(size=shape),
+    "two values, half each": lambda g, shape: 1.0 * (g.random(shape) < 0.5),
+    "two values, one in ten": lambda g, shape: 1.0 * (g.random(shape) < 0.1),
+    "two values and 1 % noise": lambda g, shape: (g.random(shape) < 0.5) + g.normal(0, 0.01, shape),
+    "normal, one run in ten fails": lambda g, shape: np.where(
+        g.random(shape) < 0.1, math.nan, g.normal(size=shape)
+    ),
+}
+
+SHAPE = CHUNK, PAIRS
+# Metrics of a B that is higher by half a deviation, and that half.
+HIGHER = {
+    "normal": (lambda g: g.normal(0.5, 1, SHAPE), 0.5),
+    "t with 3 degrees": (lambda g: g.standard_t(3, SHAPE) + 0.866, 0.866),
+    "two values, half each": (lambda g: 1.0 * (g.random(SHAPE) < 0.75), 0.25),
+    "two values, one in ten": (lambda g: 1.0 * (g.random(SHAPE) < 0.25), 0.15),
+}
+
+
+def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, Floats]:
+    """Metrics of A and B; of correlated pairs four in five, or of the variance, are common."""
+    common, a, b = (NOISE[name](g, SHAPE) for _ in range(3))
+    if not correlated:
+        return a, b
+    if "two" in name or "fails" in name:
+        return a, np.where(g.random(SHAPE) < 0.8, a, b)
+    return tuple(math.sqrt(0.8) * common + math.sqrt(0.2) * own for own in (a, b))  # type: ignore
+
+
+def ours(a: Floats, b: Floats) -> Floats:
+    return compare(a, b, alpha=ALPHA).sure
+
+
+def looks(a: Floats, b: Floats) -> Floats:
+    """Verdicts at the looks of ``advise``."""
+    found = np.zeros(a.shape, bool)
+    for look in LOOKS:
+        _, low, high = interval((b - a)[:, :look])
+        found[:, look - 1] = (low > 0) | (high < 0)
+    return found
+
+
+def signs(a: Floats, b: Floats) -> Floats:
+    """Verdicts of bets on the signs; valid for every symmetric distribution."""
+    more, less = ((x.cumsum(-1)) for x in (b > a, b < a))
+    won = special.betaln(more + 0.5, less + 0.5) - special.betaln(0.5, 0.5)
+    return won + (more + less) * math.log(2) >= math.log(1 / ALPHA)
+
+
+RULES = {"sequential t": ours, "ten looks": looks, "signs": signs}
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def drawn(studies: int, make: Callable[[np.random.Generator], tuple]) -> Iterator[tuple]:
+    g = np.random.default_rng(0)
+    return (make(g) for _ in range(studies // CHUNK))
+
+
+def wrong(studies: int) -> list[str]:
+    """Rows of A against A."""
+    rows = []
+    for name in NOISE:
+        for correlated in (False, True):
+            hits = dict.fromkeys(RULES, 0)
+            two_sigma = 0.0
+            for a, b in drawn(studies, lambda g, n=name, c=correlated: draw(n, c, g)):
+                for rule, says in RULES.items():
+                    if rule == "sequential t" or "fails" not in name:
+                        hits[rule] += says(a, b).any(-1).sum()
+                # No difference, NaN, is no large one.
+                two_sigma += (np.abs(b - a)[:, 0] > 2 * np.nanstd(a)).sum()
+            cells = [f"{100 * hit / studies:.1f} %" if hit else "–" for hit in hits.values()]
+            cells.append(f"{100 * two_sigma / studies:.1f} %")
+            rows.append(line([name, "yes" if correlated else "no", *cells]))
+    return rows
+
+
+def more_wrong(studies: int) -> list[str]:
+    """Several Bs, differences that are skewed themselves, and an effect that is called small."""
+    count = {"three Bs that are A": 0, "no true mean, differences exponential": 0}
+    for (three,) in drawn(studies, lambda g: (g.normal(size=(4, *SHAPE)),)):
+        found = [compare(three[0], b, alpha=ALPHA / 3).sure.any(-1) for b in three[1:]]
+        count["three Bs that are A"] += np.any(found, 0).sum()
+    for (apart,) in drawn(studies, lambda g: (g.exponential(size=SHAPE) - 1,)):
+        own = ours(np.zeros_like(apart), apart)
+        count["no true mean, differences exponential"] += own.any(-1).sum()
+    for name, (own, size) in HIGHER.items():
+        key = f"{name}, B truly higher by {size:g}: no difference of {size:g}"
+        count[key] = 0
+        for a, b in drawn(studies, lambda g, n=name, o=own: (NOISE[n](g, SHAPE), o(g))):
+            course = compare(a, b, alpha=ALPHA, smallest=size * (1 - 1e-9))
+            first = course.decided.argmax(-1)
+            count[key] += course.small[np.arange(CHUNK), first].sum()
+    return [line([name, f"{100 * hits / studies:.1f} %"]) for name, hits in count.items()]
+
+
+def pairs(studies: int) -> list[str]:
+    """Pairs that find an effect, and those of a fixed-length test with the same power."""
+    rows = []
+    for effect in (0.5, 1.0, 2.0, 4.0):
+        g = np.random.default_rng(0)
+        apart = g.normal(effect, 1.0, (studies, PAIRS))
+        for rule in RULES:
+            says = [RULES[rule](np.zeros_like(x), x) for x in np.split(apart, studies // CHUNK)]
+            found = np.concatenate(says)
+            first = np.where(found.any(-1), 1 + found.argmax(-1), PAIRS)
+            for power in (0.8, 0.9):
+                # The first number of pairs that reaches it; more where looks are rare.
+                most = int(np.quantile(np.where(found.any(-1), first, PAIRS + 1), power))
+                reached = (first <= most).mean()
+                fixed = fixed_length(effect, min(float(reached), 0.9999))
+                mean = np.minimum(first, most).mean()
+                at_most = f"{most}" if most <= PAIRS else f"over {PAIRS}"
+                numbers = [f"{effect:g}", rule, f"{100 * reached:.0f} %", f"{fixed}"]
+                numbers += [f"{mean:.1f}", at_most, f"{mean / fixed:.2f}", f"{most / fixed:.2f}"]
+                rows.append(line(numbers))
+    return rows
+
+
+def fixed_length(effect: float, power: float) -> int:
+    """Pairs of Student's test that finds an effect, in deviations, with this power."""
+
+    def reached(n: int) -> float:
+        limit = -special.stdtrit(n - 1, ALPHA / 2)
+        return 1 - float(special.nctdtr(n - 1, effect * math.sqrt(n), limit))
+
+    return next(n for n in range(2, 10_000) if reached(n) >= power)
+
+
+def main() -> None:
+    """Prints the tables, and saves them if asked to."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--studies", type=int, default=10_000)
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    today = date.today().isoformat()
+    heads = {
+        "wrong": ["metric", "correlated", *RULES, "two sigma, one pair"],
+        "other": ["truth", "wrong"],
+        "pairs": ["effect", "rule", "power", "fixed length", "mean pairs", "most"],
+    }
+    heads["pairs"] += ["mean / fixed", "most / fixed"]
+    rows = {"wrong": wrong, "other": more_wrong, "pairs": pairs}
+    tables = {
+        name: "\n".join([line(head), line(["---"] * len(head)), *rows[name](args.studies)])
+        for name, head in heads.items()
+    }
+    text = [
+        f"# `steadygrad ab` where the truth is known, {today}",
+        hardware(),
+        f"{args.studies:,} studies a row, `python benchmarks/ab_truth.py --save`.",
+        "## A against A: studies that ever say better or worse, looked at after each of 100 pairs",
+        tables["wrong"],
+        "## Other errors of the sequential t",
+        tables["other"],
+        "## Pairs that find an effect, in deviations of one difference",
+        "Studies end after the most pairs; the fixed-length t test has the power that they reach.",
+        tables["pairs"],
+    ]
+    print("\n\n".join(text))
+    if args.save:
+        print("saved to", save("ab-truth", "\n\n".join(text) + "\n", today))
+
+
+if __name__ == "__main__":
+    main()

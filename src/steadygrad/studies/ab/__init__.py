@@ -1,0 +1,1 @@
+"""Whether a change is real: paired runs of two or more tasks, commands or functions."""
