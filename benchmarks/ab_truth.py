@@ -62,7 +62,7 @@ def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, F
 
 
 def ours(a: Floats, b: Floats) -> Floats:
-    return compare(a, b, alpha=ALPHA).sure
+    return compare(a, b, ALPHA).decided
 
 
 def looks(a: Floats, b: Floats) -> Floats:
@@ -116,7 +116,7 @@ def more_wrong(studies: int) -> list[str]:
     """Several Bs, differences that are skewed themselves, and an effect that is called small."""
     count = {"three Bs that are A": 0, "no true mean, differences exponential": 0}
     for (three,) in drawn(studies, lambda g: (g.normal(size=(4, *SHAPE)),)):
-        found = [compare(three[0], b, alpha=ALPHA / 3).sure.any(-1) for b in three[1:]]
+        found = [compare(three[0], b, ALPHA / 3).decided.any(-1) for b in three[1:]]
         count["three Bs that are A"] += np.any(found, 0).sum()
     for (apart,) in drawn(studies, lambda g: (g.exponential(size=SHAPE) - 1,)):
         own = ours(np.zeros_like(apart), apart)
@@ -125,7 +125,7 @@ def more_wrong(studies: int) -> list[str]:
         key = f"{name}, B truly higher by {size:g}: no difference of {size:g}"
         count[key] = 0
         for a, b in drawn(studies, lambda g, n=name, o=own: (NOISE[n](g, SHAPE), o(g))):
-            course = compare(a, b, alpha=ALPHA, smallest=size * (1 - 1e-9))
+            course = compare(a, b, ALPHA, smallest=size * (1 - 1e-9))
             first = course.decided.argmax(-1)
             count[key] += course.small[np.arange(CHUNK), first].sum()
     return [line([name, f"{100 * hits / studies:.1f} %"]) for name, hits in count.items()]

@@ -23,6 +23,7 @@ _HOMES = {
     "advise": "steadygrad.cli.studies",
     "compare": "steadygrad.cli.studies",
     "inspect": "steadygrad.cli.studies",
+    "ab": "steadygrad.cli.studies",
 }
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "SplitBatchNoiseScale",
     "Task",
     "__version__",
+    "ab",
     "advise",
     "compare",
     "inspect",

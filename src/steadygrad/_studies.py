@@ -11,6 +11,7 @@ STUDIES = {
     "advise": "Which batch size to train at: measured by training, with the noise scale beside it.",
     "compare": "Whether another optimizer is worth it, tuned alike and judged on fresh seeds.",
     "inspect": "Where float16 gradients underflow or overflow, and which loss scales prevent it.",
+    "ab": "Whether a change is real: two tasks or two commands on paired seeds.",
 }
 
 
@@ -22,7 +23,8 @@ def module_of(study: str, name: str) -> ModuleType:
     - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary``, ``RESULTS`` and ``check``
     - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
       ``plan_for(settings, trainer, *, speed, workers)``, ``trials_of(header)``, and ``TRAINING``,
-      options of the trainer that no setting names
+      options of the trainer that no setting names; ``load(settings, files)`` where the settings do
+      not name one task
     - ``findings``: ``summarize(header, results, status)``, a pure function
     - ``words``: ``too_little(summary)``, why there is no result at all, or None
     - ``page``: ``view(run, summary)``, the charts and tables of the page

@@ -13,6 +13,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from shlex import join
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from steadygrad._checks import InputError
@@ -116,7 +117,7 @@ class Parser(ArgumentParser):
             raise InputError(
                 f"Unexpected argument. Found {unknown[0]!r}. Remedy: {like}{self.prog} --help."
             )
-        return vars(found)
+        return {n: join(v) if isinstance(v, list) else v for n, v in vars(found).items()}
 
 
 def near(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -162,6 +163,7 @@ def options_of(command: str) -> Parser:
         options.add("--resume", metavar="RUN", help=again, **FOLDER)
         text = "Print the summary as JSON, and everything else on standard error."
         options.add("--json", action="store_true", help=text)
+        options.add("--quiet", action="store_true", help="Print the answer alone, in one line.")
     options.add("--debug", action="store_true", help="Show the traceback of an error.")
     return options
 
@@ -188,7 +190,8 @@ def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
     if choices:
         options.add(flag, metavar=metavar, choices=choices, help=text)
     elif name == "task":
-        options.add("task", nargs="?", metavar="TASK", complete=FILES, **about)
+        where = {"nargs": "?", "metavar": "TASK", **(meta.extra or {})}
+        options.add("task", complete=FILES, **where, **about)
     else:
         options.add(flag, metavar=metavar, **about)
 

@@ -3,10 +3,11 @@
 import html
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import join
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -27,6 +28,7 @@ from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
 if TYPE_CHECKING:
+    from steadygrad.studies.ab.schema import Summary as Change
     from steadygrad.studies.advise.schema import Summary as Advice
     from steadygrad.studies.compare.schema import Summary as Comparison
     from steadygrad.studies.inspect.schema import Summary as Inspection
@@ -41,10 +43,10 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
     """
     deadline, failed, is_main = Deadline(began), None, launched()[0] == 0
     given = dict(values)
-    json, _ = given.pop("json", False), given.pop("debug", None)
+    json, quiet, _ = (given.pop(flag, False) for flag in ("json", "quiet", "debug"))
     folders = {"out": given.pop("out", None), "continued": given.pop("resume", None)}
     try:
-        monitoring = make_monitor(is_main, deadline.left)
+        monitoring = make_monitor(is_main and not quiet, deadline.left)
         # What the task prints must not mix with --json.
         with monitoring as monitor, redirect_stdout(sys.stderr):
             outcome = conduct(name, given, **folders, deadline=deadline, monitor=monitor)
@@ -56,13 +58,14 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
     try:
         if is_main:
             text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
-            (note if json else emit)(text)
+            text = printable(outcome.summary.answer) if quiet else text
+            (note if json and not quiet else emit)(text)
             if json:
                 emit(dumps(outcome.summary, indent=2))
     finally:
         if failed:
             raise failed
-    return 128 + outcome.stopped_by if outcome.stopped_by else 0
+    return 128 + outcome.stopped_by if outcome.stopped_by else outcome.summary.exit_code
 
 
 def _shown(summary: Summary, page: Path | None, stream: TextIO | None) -> str:
@@ -139,6 +142,16 @@ def inspect(
 ) -> "StudyResult[Inspection]":
     """The layers that lose float16 gradients: ``steadygrad inspect``, as :func:`advise`."""
     return _study("inspect", task, budget, **options)
+
+
+def ab(
+    *arms: Task | str | Callable[[int], float], budget: float | str | None = None, **options: Any
+) -> "StudyResult[Change]":
+    """Whether a change is real: ``steadygrad ab A B``, as :func:`advise`; of functions, too."""
+    words = [arm for arm in arms if isinstance(arm, str)]
+    if len(words) == len(arms):
+        return _study("ab", join(words) or None, budget, **options)
+    return _study("ab", module_of("ab", "trials").arms_of(arms), budget, **options)
 
 
 def _study(

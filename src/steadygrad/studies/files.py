@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
+from steadygrad._studies import module_of
 from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 from steadygrad.tasks.start import digest_of
@@ -29,12 +30,17 @@ def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
     They count from ``folder``, and those of settings in ``typed`` from the present folder.
     """
     add = getattr(settings, "add", "").split(",")
-    named = {"task": [settings.task], "add": [spec.strip() for spec in add]}
+    # A command, as `ab` runs it, is no function in a file.
+    words = [] if getattr(settings, "metric", "") else settings.words
+    named = {
+        "task": words if settings.task != OBJECT else [],
+        "add": [spec.strip() for spec in add],
+    }
     return {
         spec: str(Path("" if name in typed else folder, os.path.expanduser(spec)).absolute())
         for name, specs in named.items()
         for spec in specs
-        if spec and spec not in (*BUILT_IN, OBJECT)
+        if spec and spec not in BUILT_IN
     }
 
 
@@ -50,10 +56,11 @@ def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
         unsaid = unsaid and not _mark(run.folder).is_file()
     if unsaid:
         flags = (["--add", add] if add else []) + (["--optimizers", optimizers] if modules else [])
-        words = [settings.task, *flags, "--resume", str(run.folder)]
+        words = [*settings.words, *flags, "--resume", str(run.folder)]
+        read = [*located(settings), *modules] or settings.words
         raise InputError(
             "Expected a run that you began here: the record names Python code, and --resume runs "
-            f"it. Found no trace of it. Remedy: read {', '.join([*located(settings), *modules])}; "
+            f"it. Found no trace of it. Remedy: read {', '.join(read)}; "
             f"if you trust it: steadygrad {study} {' '.join(map(quote, words))}"
         )
     return located(settings, str(run.header.time.get("folder", "")), given)
@@ -75,6 +82,13 @@ def _mark(folder: Path) -> Path:
     return home / "steadygrad/runs" / header
 
 
+def load(study: str, settings: Any, files: Mapping[str, str]) -> Task:
+    """What the settings name; functions in files are at the places in ``files``."""
+    own = getattr(module_of(study, "trials"), "load", None)
+    task: Task = own(settings, files) if own else load_task(files.get(settings.task, settings.task))
+    return task
+
+
 def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
     """The task of a record; refused if one of the functions' ``files`` has changed."""
     for spec, place in files.items():
@@ -86,7 +100,7 @@ def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
                     "gone. Remedy: restore it, or start a new run with --out."
                 )
     # Not `header.task.spec`: only the settings were looked at before.
-    task = load_task(files.get(header.settings.task, header.settings.task))
+    task = load(header.study, header.settings, files)
     # A training that goes on may write its checkpoint anew: a worker would begin elsewhere.
     if task.start and digest_of(task.start) != header.task.provenance.get("Task.start"):
         raise InputError(

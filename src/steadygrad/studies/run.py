@@ -15,7 +15,7 @@ from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers, cluster_workers, local_workers
-from steadygrad.studies.files import OBJECT, located, remember, trusted
+from steadygrad.studies.files import OBJECT, load, located, remember, trusted
 from steadygrad.studies.folder import (
     HEADER,
     Results,
@@ -41,7 +41,7 @@ from steadygrad.studies.work import (
     workplace,
 )
 from steadygrad.studies.workplace import Workplace
-from steadygrad.tasks import Task, load_task
+from steadygrad.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def start(
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
     named = settings.dask, settings.executor, settings.workers
     with joined as context, cluster_workers(*named, context.size) as cluster:
-        task = task or context.together(lambda: load_task(settings.task))
+        task = task or context.together(lambda: load(name, settings, {}))
         trainer = make_trainer(name, task, settings, context)
         trainer.check_task()
         speed, workers = calibrate(

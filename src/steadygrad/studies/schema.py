@@ -29,6 +29,30 @@ FREE = ("budget", "workers", "dask", "executor")
 TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 
 
+Budget = Annotated[
+    float,
+    Meta(
+        gt=0,
+        lt=1e9,
+        description="Time for the whole study: 30s, 5m, 2h. With --resume: time from now on.",
+    ),
+]
+Workers = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=1024,
+        description="Processes that run trials side by side, one device each. 0 or auto: as "
+        "many as a quick measurement shows to be faster.",
+    ),
+]
+
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "float64"],
+    Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
     """Settings of every study; a field's description is the command line's help."""
@@ -40,28 +64,13 @@ class CommonSettings:
             description=f"Task to train: {', '.join(TASKS)}, or path/to/file.py:make_task.",
         ),
     ] = "char-lm"
-    budget: Annotated[
-        float,
-        Meta(
-            gt=0,
-            lt=1e9,
-            description="Time for the whole study: 30s, 5m, 2h. With --resume: time from now on.",
-        ),
-    ] = 300.0
+    budget: Budget = 300.0
     seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="Random seed.")] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "mps"],
         Meta(description="Device to train on; auto prefers CUDA, then the CPU."),
     ] = "auto"
-    workers: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1024,
-            description="Processes that run trials side by side, one device each. 0 or auto: as "
-            "many as a quick measurement shows to be faster.",
-        ),
-    ] = 0
+    workers: Workers = 0
     threads: Annotated[
         int,
         Meta(
@@ -84,6 +93,11 @@ class CommonSettings:
         Literal["ddp", "fsdp2"],
         Meta(description="How torchrun's processes share the model."),
     ] = "ddp"
+
+    @property
+    def words(self) -> list[str]:
+        """What the command line names."""
+        return [self.task]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -208,6 +222,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     table: Table | None = None
     remarks: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The program's, where nothing failed."""
+        return 0
 
     def worded(self: S, words: Any) -> S:
         """The same with answer, table and remarks, as the study's module of ``words`` has them."""

@@ -1,6 +1,7 @@
 """The command line itself: help, version, and what cannot be understood."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ OWN = {
     "advise": {"tolerance"},
     "compare": {"optimizers", "add"},
     "inspect": {"steps", "accumulation"},
+    "ab": {"metric", "task"},
 }
 COMMANDS = [[], *([name] for name in STUDIES), *OTHERS]
 
@@ -52,7 +54,7 @@ def test_every_example_can_be_read(command, capsys):
     examples = re.findall(r"^  steadygrad (.+)$", capsys.readouterr().out, re.M)
     assert len(examples) >= 1
     named = {
-        key for name, *words in map(str.split, examples) for key in options_of(name).read(words)
+        key for name, *words in map(shlex.split, examples) for key in options_of(name).read(words)
     }
     assert named >= OWN.get(command[0], set())
 
@@ -85,7 +87,8 @@ def test_values_that_are_known_are_completed(command):
     assert offered["device"] == ("auto", "cpu", "cuda", "mps")
     assert offered["sharding"] == ("ddp", "fsdp2")
     assert ("dtype" in offered) == (command != "inspect")
-    assert {*offered} - {"dtype"} == {"task", "device", "sharding", "out", "resume"}
+    assert ("goal" in offered) == (command == "ab")
+    assert {*offered} - {"dtype", "goal"} == {"task", "device", "sharding", "out", "resume"}
     assert {*completions("report")} == {"RUN"}
 
 

@@ -185,6 +185,7 @@ def test_an_optimizers_file_that_changed_is_refused(tmp_path, change):
     path.write_text("def mine(model, lr): ...\n")
     files = {"o.py:mine": f"{path}:mine"}
     header = SimpleNamespace(files=digests(files), settings=Settings(task="digits-classifier"))
+    header.study = "compare"
     assert load_recorded_task(header, files).name == "digits-classifier"
     path.unlink()
     os.mkfifo(path) if change == "pipe" else path.write_text("def mine(model, lr): pass\n")

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from steadygrad.studies import schema
-from steadygrad.studies.schema import Count, Few, Finding, Positive, PositiveFloat, Result
+from steadygrad.studies.schema import Count, Dtype, Few, Finding, Positive, PositiveFloat, Result
 
 TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
 KEEP = (
@@ -32,10 +32,7 @@ class Settings(schema.CommonSettings):
     """Settings of ``steadygrad advise``."""
 
     tolerance: Annotated[float, Meta(ge=0.01, le=1, description=TOLERANCE)] = 0.2
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float64"],
-        Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
-    ] = "float32"
+    dtype: Dtype = "float32"
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0

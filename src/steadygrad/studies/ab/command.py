@@ -1,0 +1,69 @@
+"""Commands of a shell that are run to their end, and the metric in what they print."""
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from steadygrad._checks import InputError
+from steadygrad.studies.ab.schema import Settings
+
+
+def run_command(
+    command: str, cwd: str, settings: Settings, poll: Callable[[], object]
+) -> tuple[float, dict[str, int]]:
+    """Runs a command in a group of processes of its own, of which nothing is left afterwards.
+
+    What ``poll`` raises ends it. Returns the metric, and the peak of memory where it is above this
+    process's own; raises InputError if it fails, with the last line that it printed.
+    """
+    end, code, peak = time.monotonic() + (settings.timeout or math.inf), None, 0
+    where: Any = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with tempfile.TemporaryFile() as out:
+        group = subprocess.Popen(command, shell=True, stdout=out, start_new_session=True, **where)
+        try:
+            while code is None and time.monotonic() < end:
+                poll()
+                time.sleep(0.02)
+                # Not `group.wait`: this says how much memory it had.
+                number, status, usage = os.wait4(group.pid, os.WNOHANG)
+                if number:
+                    code = group.returncode = os.waitstatus_to_exitcode(status)
+                    peak = usage.ru_maxrss
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)
+            group.wait()
+        out.seek(0)
+        text = out.read().decode(errors="replace")
+    value = metric_of(text, settings.metric)
+    why = "it printed no metric" if value is None else ""
+    if code:
+        why = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+    elif code is None:
+        why = f"it took more than {settings.timeout:g} s"
+    if value is None or why:
+        raise InputError(f"{why}, after {text.strip().rpartition(chr(10))[2][-200:]!r}")
+    # A process that forks hands its own peak on.
+    above = peak > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return value, {"peak_bytes": peak * (1 if sys.platform == "darwin" else 1024)} if above else {}
+
+
+def metric_of(text: str, metric: str) -> float | None:
+    """The last match of a pattern with a group, or a key of the last line of JSON that has it."""
+    found = re.findall(metric, text) if "(" in metric else []
+    for line in text.splitlines() if not found else []:
+        with suppress(ValueError, KeyError, TypeError):
+            found.append(json.loads(line)[metric])
+    with suppress(ValueError, TypeError, IndexError):
+        return float(found[-1])
+    return None

@@ -1,0 +1,34 @@
+"""The charts that the template ``page.html`` shows."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from steadygrad.studies import charts
+from steadygrad.studies.ab.findings import Evidence
+from steadygrad.studies.ab.schema import Summary
+from steadygrad.studies.folder import Run
+
+
+def view(run: Run, found: Summary | None) -> Mapping[str, object]:
+    """A chart of each B: differences pair by pair, and the interval of their mean after each."""
+    evidence, courses = Evidence(run.header, run.results), []
+    for arm, name in enumerate(evidence.names):
+        if arm and len(evidence.metrics(arm)[0]):
+            spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, evidence, arm)
+            courses.append(charts.chart(f"course-{name}", spoken, paint, height=240))
+    return {"courses": courses}
+
+
+def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
+    (a, b), course, axes = evidence.metrics(arm), evidence.course(arm), figure.subplots()
+    n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.lost
+    ends = [(course.mean + sign * course.half)[known] for sign in (-1, 1)]
+    axes.fill_between(n[known], *ends, color=charts.BAND, linewidth=0)
+    axes.plot(n[known], course.mean[known], color=charts.CRITICAL, linewidth=2)
+    axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
+    axes.axhline(0, color=charts.MUTED, linewidth=1)
+    axes.set_xlabel("pairs")
+    axes.set_ylabel(f"{evidence.names[arm]} less A")

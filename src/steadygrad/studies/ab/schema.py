@@ -1,0 +1,144 @@
+"""Types of ``ab``: what is chosen and planned, what a run gives, and what is concluded."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from steadygrad.studies import schema as shared
+from steadygrad.studies.schema import Count, Positive
+
+EXAMPLE = "steadygrad ab --metric loss -- 'python a.py --seed {seed}' 'python b.py --seed {seed}'"
+TASK = (
+    "Tasks, built-in or path/file.py:make_task; functions of a seed, path/file.py:train; or, with "
+    "--metric, commands with {seed}. A alone is compared with itself: what differences are noise."
+)
+METRIC = "Of commands: a regular expression with a group (last match), or a key of lines of JSON."
+ALPHA = "Chance of a wrong verdict on any B. A loop that tries 100 changes wants 0.0005."
+SAMPLES = "Length of a task's trainings; 0: 12 pairs of them fill the budget, at most 10 epochs."
+SMALLEST = "A difference that is known to be no larger is called none, and ends the study."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(shared.CommonSettings):
+    """Settings of ``steadygrad ab``."""
+
+    task: Annotated[
+        str, Meta(min_length=1, description=TASK, extra={"nargs": "*", "metavar": "A B"})
+    ] = "char-lm"
+    metric: Annotated[str, Meta(description=METRIC)] = ""
+    goal: Annotated[Literal["min", "max"], Meta(description="Which metric is better.")] = "min"
+    smallest_effect: Annotated[float, Meta(ge=0, lt=1e300, description=SMALLEST)] = 0.0
+    alpha: Annotated[float, Meta(ge=1e-9, le=0.5, description=ALPHA)] = 0.05
+    pairs: Annotated[int, Meta(ge=0, le=1000, description="Most; 0: 100, or 12 of A alone.")] = 0
+    samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
+    timeout: Annotated[float, Meta(ge=0, lt=1e9, description="Seconds of a command; 0: any.")] = 0.0
+    workers: shared.Workers = 1  # a command may need the whole machine, and hours
+    budget: shared.Budget = 86400.0
+    dtype: shared.Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        if self.metric:  # devices are left to the commands
+            object.__setattr__(self, "device", "cpu")
+
+    @property
+    def words(self) -> list[str]:
+        """What the command line names."""
+        return shlex.split(self.task)
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What is compared, and amounts of work: ``samples`` of a task's trainings, 0 without a task.
+
+    ``alpha`` is each B's (Bonferroni); ``ahead`` are the pairs that are run at a time once there
+    can be a verdict.
+    """
+
+    arms: Annotated[tuple[str, ...], Meta(min_length=2)]
+    alpha: Annotated[float, Meta(gt=0, le=0.5)]
+    pairs: Annotated[int, Meta(ge=1, le=1000)]
+    ahead: Positive
+    samples: Count
+    cost: Positive
+    work: Positive
+    largest_batch: Positive
+
+
+class Header(shared.Header, frozen=True, kw_only=True):
+    """Header of ``ab``."""
+
+    settings: Settings
+    plan: Plan
+
+
+class Run(shared.Result, frozen=True, tag="run"):
+    """One run: the metric, or why it failed; ``time`` may hold its peak of memory in bytes."""
+
+    key_fields = ("arm", "pair")
+
+    arm: Count
+    pair: Count
+    seed: Count
+    value: float | None
+    failure: str = ""
+
+
+RESULTS = Run
+
+
+def check(header: Header, result: Any) -> tuple[str, str] | None:
+    """Refuses a run that the plan does not have: expected, found."""
+    if result is None or (result.arm < len(header.plan.arms) and result.pair < header.plan.pairs):
+        return None
+    return "a run that the plan has", f"arm = {result.arm}, pair = {result.pair}"
+
+
+class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
+    """A B against A after so many ``pairs``: all, or those up to the first verdict.
+
+    Attributes:
+        mean: Mean difference from A; of the shares of failed runs, once a run has ``failed``.
+        needed: Pairs more that should tell; None where it is told, and beyond ten thousand.
+        two_sigma: In how many pairs B is better, and worse, by more than two deviations of A.
+        noise: Of the differences of two single runs 95 % are smaller if there is no effect.
+    """
+
+    name: str
+    verdict: Literal["better", "worse", "no difference", "cannot tell"]
+    pairs: Count = 0
+    mean: float = 0.0
+    low: float = -float("inf")
+    high: float = float("inf")
+    failed: tuple[int, int] = (0, 0)
+    needed: int | None = None
+    hours: float | None = None
+    two_sigma: tuple[int, int] | None = None
+    noise: float | None = None
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    """All runs of one: mean and deviation of the metric, and means of what a run took."""
+
+    name: str
+    what: str
+    runs: Count
+    failed: Count
+    failure: str
+    mean: float | None
+    deviation: float | None
+    seconds: float | None
+    peak_bytes: float | None
+
+
+class Summary(shared.Summary, frozen=True, kw_only=True):
+    """Content of ``summary.json``."""
+
+    findings: tuple[Comparison, ...]
+    arms: tuple[Arm, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0: a B is better; 4: it cannot be told yet; 3: none is better."""
+        said = {found.verdict for found in self.findings}
+        return 0 if "better" in said else 4 if "cannot tell" in said else 3

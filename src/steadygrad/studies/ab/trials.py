@@ -1,0 +1,188 @@
+"""The runs of ``ab``: a task that is trained, a function that is called, a command."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad._checks import InputError
+from steadygrad.studies.ab.command import run_command
+from steadygrad.studies.ab.findings import Evidence
+from steadygrad.studies.ab.schema import Header, Plan, Run, Settings
+from steadygrad.studies.ab.sequence import pairs_needed
+from steadygrad.studies.files import OBJECT
+from steadygrad.studies.folder import Results
+from steadygrad.studies.learning_rate import Rate
+from steadygrad.studies.order import generators_kept, main_order
+from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, start_up
+from steadygrad.studies.work import make_trainer
+from steadygrad.studies.workplace import Workplace
+from steadygrad.tasks import BUILT_IN, Task, TensorSamples, guarded, load_function, load_task
+
+# Most pairs, those of A with itself, and most passes over the data, where no setting says them.
+MOST, ITSELF, EPOCHS = 100, 12, 10
+TRAINING: dict[str, Any] = {}
+
+Arm = Task | Callable[[int], float] | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arms(Task):
+    """A, with all that is compared."""
+
+    arms: tuple[Arm, ...]
+
+
+# In place of a task where commands or functions do the work.
+STAND_IN: Mapping[str, Any] = {
+    "name": "runs",
+    "sample": "run",
+    "make_model": lambda: nn.Linear(2, 1),
+    "train": TensorSamples(torch.eye(2)),
+    "valid": TensorSamples(torch.eye(2)),
+    "per_sample_loss": lambda model, batch: model(batch).square().flatten(),
+    "make_optimizer": torch.optim.SGD,
+    "lr": 0.1,
+    "batch_size": 1,
+    "samples_per_second": 1.0,
+}
+
+
+def arms_of(arms: Sequence[Arm]) -> Arms:
+    """Tasks, or commands and functions, as one task; a single one twice."""
+    arms = tuple(arms) * (2 if len(arms) == 1 else 1)
+    tasks = [arm for arm in arms if isinstance(arm, Task)]
+    if tasks and len(tasks) < len(arms):
+        raise InputError(
+            f"Expected tasks only, or none. Found {len(tasks)} of {len(arms)}. Remedy: functions."
+        )
+    return Arms(**(vars(tasks[0]) if tasks else STAND_IN), arms=arms)
+
+
+def load(settings: Settings, files: Mapping[str, str]) -> Arms:
+    """What the settings name; functions in files are at the places in ``files``."""
+    with guarded(f"--metric {settings.metric}"):
+        re.compile(settings.metric)
+    words = settings.words
+    return arms_of(words if settings.metric else [_load(files.get(word, word)) for word in words])
+
+
+def _load(spec: str) -> Arm:
+    """A task or, if it takes an argument, a function of a seed."""
+    if spec in BUILT_IN or ".py:" not in spec:
+        return load_task(spec)
+    function = load_function(spec)
+    takes = inspect.signature(function).parameters.values()
+    needs = [one for one in takes if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    return function if needs else load_task(spec)
+
+
+def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+    """The number and length of runs, once all tasks have been tried."""
+    task: Any = trainer.task
+    count, samples, cost = len(task.arms), 0, 1
+    arms = settings.words * (count if len(settings.words) == 1 else 1)
+    if settings.task == OBJECT:  # known by the first place that it has
+        arms = [f"object {[other is arm for other in task.arms].index(True)}" for arm in task.arms]
+    if isinstance(task.arms[0], Task):
+        for arm in task.arms[1:]:
+            make_trainer("ab", arm, settings, trainer.context).check_task()
+        evaluation = evaluation_cost(len(task.valid))
+        span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed * workers
+        fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
+        samples = max(1, (settings.samples or fitting) // task.batch_size) * task.batch_size
+        cost = samples + evaluation
+    pairs = settings.pairs or (ITSELF if len({*arms}) == 1 else MOST)
+    return Plan(
+        arms=tuple(arms),
+        alpha=settings.alpha / (count - 1),
+        pairs=pairs,
+        ahead=max(1, workers // count),
+        samples=samples,
+        cost=cost,
+        work=pairs * count * cost,
+        largest_batch=task.batch_size,
+    )
+
+
+def trials_of(header: Header, results: Results) -> list[Trial]:
+    """The runs of all pairs until every B has its verdict; refused if the first one all failed."""
+    plan, evidence, found = header.plan, Evidence(header, results), list[Trial]()
+    if evidence.there[:, 0].all() and all(run.failure for run in evidence.runs if run.pair == 0):
+        raise InputError(
+            "Expected a metric in the first pair. Found that all its runs failed: "
+            f"{evidence.arm(0).failure}. Remedy: mend that, and start a new run."
+        )
+    arms, start = list(range(len(plan.arms))), 0
+    # Before it, there is no verdict even if all differences are equal.
+    stop = min(plan.pairs, pairs_needed(1.0, 0.0, plan.alpha) or plan.pairs)
+    while True:
+        for pair in range(start, stop):
+            # AB, BA: a machine that warms up, or slows down, favours none.
+            turn = pair % len(arms)
+            for arm in arms[turn:] + arms[:turn]:
+                what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
+                found.append(Trial(("run", arm, pair), plan.cost, job, what))
+        whole = evidence.there[arms, start:stop].all()
+        arms = [arm for arm in arms if arm == 0 or not evidence.course(arm).decided[:stop].any()]
+        if not whole or len(arms) == 1 or stop == plan.pairs:
+            return found
+        start, stop = stop, min(plan.pairs, stop + plan.ahead)
+
+
+def _job(arm: int, pair: int, results: Results) -> Job:
+    return {"kind": "run", "arm": arm, "pair": pair}
+
+
+def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
+    """One run; those of a pair share the seed, the initial weights, and the order of the data."""
+    task: Any = place.trainer.task
+    own, settings, context = task.arms[arm], place.header.settings, place.trainer.context
+    # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
+    number = pair + 1000 * plan.arms[:arm].count(plan.arms[arm])
+    seed, value, failure = settings.seed + number, math.nan, ""
+    took: dict[str, int] = {}
+    try:
+        if isinstance(own, Task):
+            value = _trained(place, own, arm, number)
+        elif isinstance(own, str):
+            command, cwd = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
+            value, took = run_command(command, cwd, settings, context.poll)
+        else:
+            with guarded("The function"), generators_kept(context.device):
+                place.trainer.seed_everything("run", number)
+                value = float(own(seed))
+        failure = "" if math.isfinite(value) else f"the metric is {value}"
+    except (InputError, OSError) as error:
+        if isinstance(own, Task) and not isinstance(error, Diverged):
+            raise
+        failure = str(error)
+    place.advance(plan.cost, "")
+    found = None if failure else value
+    return Run(arm=arm, pair=pair, seed=seed, value=found, failure=failure, time=took)
+
+
+TRIALS = {"run": run}
+
+
+def _trained(place: Workplace, task: Task, arm: int, number: int) -> float:
+    """The validation loss of a task; its trainer is made when it is first needed."""
+    trainer, samples = place.trainer, place.header.plan.samples
+    if arm and f"{arm}" not in place.tools:
+        trainer = make_trainer("ab", task, place.header.settings, trainer.context)
+        trainer.check_task()
+        place.tools = {**place.tools, f"{arm}": trainer}
+    trainer = place.tools[f"{arm}"] if arm else trainer
+    trainer.restart(number)
+    trainer.seed_everything("run", number)
+    order, size = main_order(len(trainer.task.train), trainer.seed, number), trainer.task.batch_size
+    for _ in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
+        pass
+    return float(trainer.evaluate())

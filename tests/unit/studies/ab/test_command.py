@@ -1,0 +1,88 @@
+"""Commands: their metric, and how they fail and end."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from steadygrad._checks import InputError
+from steadygrad.studies.ab.command import metric_of, run_command
+from steadygrad.studies.ab.schema import Settings
+from tests.unit.studies.framework import alive, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups")
+
+
+def run(command, cwd=".", poll=lambda: None, **settings):
+    return run_command(command, str(cwd), Settings(**{"metric": r"x=(\S+)", **settings}), poll)
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "value"),
+    [
+        ("x=1\nx=-2e-3\ny=5", r"x=(\S+)", -2e-3),
+        ("x=1\nx=oops", r"x=(\S+)", None),
+        ('{"x": 1}\n{"x": 0.5, "y": 2}\n{"y": 3}\nnot json\n[1]\n7', "x", 0.5),
+        ('{"x": 1}\n{"x": null}', "x", None),
+        ('{"a/b": "3"}', "a/b", 3.0),
+        ("x 1", "x", None),
+    ],
+)
+def test_the_last_metric_counts(text, metric, value):
+    assert metric_of(text, metric) == value
+
+
+def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
+    (tmp_path / "here").write_text("x=3.5")
+    assert run("cat here 1>&2", tmp_path)[0] == 3.5
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("echo x=1; echo bye; exit 7", "exit code 7, after 'bye'"),
+        ("echo x=1; kill -TERM $$", "ended by SIGTERM, after 'x=1'"),
+        ("echo 'y=1'", "it printed no metric, after 'y=1'"),
+        ("true", "it printed no metric, after ''"),
+    ],
+)
+def test_a_run_that_fails_says_why(command, why):
+    with pytest.raises(InputError) as raised:
+        run(command)
+    assert str(raised.value) == why
+
+
+def sleeper(path):
+    """A command whose grandchild writes its number, and outlives it."""
+    return f"(sleep 60 & echo $! > {path}; wait)"
+
+
+@pytest.mark.parametrize("end", ["timeout", "interrupted", "done"])
+def test_nothing_of_a_command_is_left(end, tmp_path):
+    path, began = tmp_path / "pid", time.monotonic()
+
+    def poll():
+        if end == "interrupted" and path.exists() and path.read_text():
+            raise KeyboardInterrupt
+
+    command = f"sleep 60 & echo $! > {path}; echo x=1" if end == "done" else sleeper(path)
+    expected = {"timeout": InputError, "interrupted": KeyboardInterrupt}.get(end)
+    if expected:
+        with pytest.raises(expected, match="more than 0.5 s" if end == "timeout" else None):
+            run(command, poll=poll, timeout=0.5 if end == "timeout" else 0.0)
+    else:
+        assert run(command)[0] == 1
+    pid = int(Path(path).read_text())
+    wait_for(lambda: not alive(pid), 10)
+    assert time.monotonic() - began < 30
+
+
+def test_the_peak_of_memory_is_the_commands_own():
+    """A process starts with its parent's: less than that cannot be told."""
+    assert run("echo x=1")[1] == {}
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    size = own + (1 << 28)
+    _, took = run(f'{sys.executable} -c \'b = b"x" * {size}; print("x=1")\'')
+    assert 1.0 <= took["peak_bytes"] / size < 1.2
