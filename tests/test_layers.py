@@ -66,13 +66,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 852,
+    "cli": 868,
     "integrations": 950,
-    "studies": 3591,
-    "studies/advise": 2385,
+    "studies": 3624,
+    "studies/advise": 2382,
     "studies/compare": 2122,
     "studies/inspect": 1356,
-    "studies/ab": 700,
+    "studies/ab": 699,
     "tasks": 1624,
     "noise": 2700,
     "balance": 1207,

@@ -14,7 +14,7 @@ from steadygrad.cli.console import cleaned, emit
 
 # What each extra brings.
 BRINGS = {
-    "cli": "the commands advise, compare and inspect, and their reports",
+    "cli": "the commands advise, compare, inspect and ab, and their reports",
     "cpu": "compiled loops for the optimizers' steps on a CPU",
     "dask": "trials of a study on a Dask cluster",
     "torchjd": "TorchJD's aggregators in LossBalancer",

@@ -30,8 +30,10 @@ def said(found: Comparison, s: Summary) -> str:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
     more = "; 10,000 would not tell" if math.isfinite(found.high) else ""
-    if found.needed:
-        more = f"; about {found.needed:,} more would, in {show(found.hours, 2)} hours"
+    if found.needed and found.hours is not None:
+        minutes = f"{show(60 * found.hours, 2)} minutes"
+        long = f"{show(found.hours, 2)} hours" if found.hours >= 1 else minutes
+        more = f"; about {found.needed:,} more would, in {long}"
     return f"{verdict}: {name} less A is {less(found)} {after}{more}."
 
 
