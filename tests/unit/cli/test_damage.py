@@ -26,6 +26,9 @@ VALUES = [
     [], {}, [1, [2, ["nan"]]], {"x": {}}, [0] * 1000, [1] * 10**5, "OUTSIDE/evil.py:make_task",
 ]  # fmt: skip
 PLACES = ("outside", "here/run")
+# `ab` says in its exit code what it found; its times are in its page, which kills would change.
+RUNS = {**STUDIES, "ab": ["--pairs", "5", "--samples", "64"]}
+SAYS = {"ab": (0, 3, 4)}
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 
 
@@ -39,8 +42,9 @@ def runs(tmp_path_factory):
     home = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(home / "state"))
-        for name, options in STUDIES.items():
-            assert main([name, tiny(), *options, *PLAIN, "--out", str(home / name)]) == 0
+        for name, options in RUNS.items():
+            code = main([name, tiny(), *options, *PLAIN, "--out", str(home / name)])
+            assert code in SAYS.get(name, (0,))
     return home
 
 
@@ -154,7 +158,7 @@ def half_a_minute():
 
 
 @pytest.mark.parametrize("case", range(CASES))
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_damaged_run(name, case, runs, tmp_path, monkeypatch, capsys):
     chance, outside, folder = random.Random(f"{name} {case}"), *map(tmp_path.joinpath, PLACES)
     shutil.copytree(runs, outside)
@@ -181,7 +185,8 @@ def test_a_damaged_run(name, case, runs, tmp_path, monkeypatch, capsys):
         assert "Traceback" not in err
         assert "Hangs" not in err
         assert (out + err).replace("\n", "").isprintable()
-        assert code in ((0, 2) if case else (0,)), err
+        right = (0,) if command[0] == "report" else SAYS.get(name, (0,))
+        assert code in ((*right, 2) if case else right), err
         if code == 2:
             assert err.splitlines()[-1].startswith("steadygrad: "), err
             assert command[0] != "report" or (out, err.count("\n")) == ("", 1)

@@ -39,6 +39,7 @@ class Settings(shared.CommonSettings):
     dtype: shared.Dtype = "float32"
 
     def __post_init__(self) -> None:
+        shlex.split(self.task)  # a record may hold half a quotation
         if self.metric:  # devices are left to the commands
             object.__setattr__(self, "device", "cpu")
 

@@ -18,6 +18,7 @@ from tests.unit.cli.quick import program, run_program
 from tests.unit.studies import tiny_task
 from tests.unit.studies.ab import functions
 from tests.unit.studies.framework import alive, recorded, timeless, tiny, wait_for
+from tests.unit.studies.results import rewrite_header
 
 HERE = Path(__file__).parent
 TRAIN = f"{sys.executable} {HERE / 'train.py'} --seed {{seed}}"
@@ -274,3 +275,10 @@ def test_the_page_has_a_chart_for_each_change_and_no_stand_in(tmp_path):
     assert "<h3>Task</h3>" not in page
     task = steadygrad.ab(tiny_task.make_task(), pairs=1, samples=8, out=tmp_path / "b", **QUIET)
     assert "<h3>Task</h3>" in render(read_run(task.folder))
+
+
+def test_half_a_quotation_in_a_record_is_refused(tmp_path, capsys):
+    folder = study(tmp_path, "", pairs=1).folder
+    rewrite_header(folder, lambda header: header["settings"].update(task="it's"))
+    assert main(["ab", "--resume", str(folder)]) == 2
+    assert "No closing quotation" in capsys.readouterr().err
