@@ -144,7 +144,6 @@ def find_critical(
         low=low,
         high=high,
         diverged=next(iter(sizes[stable if resolved else _leading(np.isfinite(means)) :]), None),
-        level=float(means[0] + curve(table.length / (1 + tolerance)) - curve(table.length)),
         fall=fall,
         known=known,
         safe=within if known else max(size for size in sizes if size <= max(low, sizes[0])),

@@ -17,18 +17,16 @@ from steadygrad.studies.advise.schema import Branch, Critical, Noise, Point, Scr
 from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.sequential import interval
-from steadygrad.studies.text import plural, show, size
+from steadygrad.studies.text import plural, size
 
 
 class Spot(NamedTuple):
-    """A point of training; ``diverged``: the smallest batch size that did, infinite if none."""
+    """A point of training."""
 
     point: Point
     noise: Noise | None
     branches: dict[int, list[Branch]]  # by batch size, ascending, one for each repeat
     critical: Critical | None
-    resolved: bool
-    diverged: float
 
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
@@ -36,7 +34,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     task = run.header.task
     spots, samples = _spots(run, found), plural(task.sample)
     runs = sorted(run.select(Scratch), key=lambda run: (run.batch_size, run.key))
-    resolved = any(spot.resolved for spot in spots)
+    resolved = any(spot.critical and spot.critical.resolved for spot in spots)
     return {
         "found": found,
         "samples": samples,
@@ -47,26 +45,20 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "forms": _forms(found, task.tokens_per_sample),
         "scratch": _scratch(run, found, samples) if found else None,
         "over_training": _over_training(spots, found, samples) if found and resolved else None,
-        "panels": [_panel(i, spot, samples) for i, spot in enumerate(spots) if spot.branches],
     }
 
 
 def _spots(run: Run, found: Summary | None) -> list[Spot]:
     # The summary of an unfinished study is older than the results.
-    rows = {row.samples: row for row in found.points} if found else {}
+    criticals = {row.samples: row.critical for row in found.points} if found else {}
     spots = []
     for point in run.select(Point):
         own = [branch for branch in run.select(Branch) if branch.point == point.point]
         branches: dict[int, list[Branch]] = {}
         for branch in sorted(own, key=lambda branch: (branch.batch_size, branch.repeat)):
             branches.setdefault(branch.batch_size, []).append(branch)
-        row = rows.get(point.samples)
-        critical, resolved = (row.critical, row.resolved) if row else (None, False)
-        lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
-        if critical and resolved and critical.diverged:
-            lost.append(critical.diverged)
-        noise, least = run.results.get(Noise, point.point), min(lost, default=math.inf)
-        spots.append(Spot(point, noise, branches, critical, resolved, least))
+        noise = run.results.get(Noise, point.point)
+        spots.append(Spot(point, noise, branches, criticals.get(point.samples)))
     return spots
 
 
@@ -121,7 +113,7 @@ def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
         stages = [(stage.from_samples, stage.batch_size) for stage in found.schedule.stages]
     drawn = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
     for spot in spots:
-        drawn += [*spot.branches, spot.diverged]
+        drawn += spot.branches
         if c := spot.critical:
             drawn += [c.value, c.low, c.high, c.beyond]
     # Open intervals reach beyond the chart.
@@ -142,7 +134,7 @@ def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
         line[0].set(alpha=0.45, zorder=1)
         for spot in spots:
             _draw_spot(axes, spot)
-        known = [(s.point.samples, s.critical.value) for s in spots if s.resolved and s.critical]
+        known = [(s.point.samples, s.critical.value) for s in spots if s.critical]
         axes.plot(*zip(*known, strict=True), color=CRITICAL, linewidth=1.2, zorder=3)
 
     spoken = "Critical batch size with its bracket and interval at each point of training."
@@ -151,9 +143,9 @@ def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
 
 def _draw_spot(axes: Axes, spot: Spot) -> None:
     x, critical, (bottom, top) = spot.point.samples, spot.critical, axes.get_ylim()
-    if math.isfinite(spot.diverged):
-        axes.plot([x], [spot.diverged], "x", color=NOISE, mew=2, ms=8, zorder=4)
-    if critical is None or not spot.resolved:
+    if critical and critical.diverged:
+        axes.plot([x], [critical.diverged], "x", color=NOISE, mew=2, ms=8, zorder=4)
+    if critical is None or not critical.resolved:
         text = "not measured " if critical is None else "not determined "
         axes.axvline(x, color=SCHEDULE, linewidth=1, linestyle=(0, (2, 3)))
         axes.text(x, bottom * 1.1, text, rotation=90, ha="right", color=MUTED)
@@ -166,23 +158,3 @@ def _draw_spot(axes: Axes, spot: Spot) -> None:
         if end in (bottom, top):
             axes.plot([x], [end], marker, color=CRITICAL, ms=7, clip_on=False)
     charts.dots(axes, x, [critical.value])
-
-
-def _panel(number: int, spot: Spot, samples: str) -> tuple[str, Markup]:
-    """Losses of the branches from a point over batch size, with their title."""
-    losses = {b: [branch.loss for branch in runs] for b, runs in spot.branches.items()}
-
-    def paint(figure: Figure, _: bool) -> None:
-        axes, critical = figure.subplots(), spot.critical
-        charts.octaves_axis(axes, "x", list(losses))
-        charts.losses(axes, losses, spot.diverged)
-        if critical and spot.resolved:
-            axes.axhline(critical.level, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-            end = min(critical.beyond, axes.get_xlim()[1])
-            axes.axvspan(critical.within, end, color=BAND, zorder=0, linewidth=0)
-        axes.set_xlabel("batch size")
-
-    unknown = ": not determined" if spot.critical and not spot.resolved else ""
-    title = f"after {show(spot.point.samples)} {samples}{unknown}"
-    spoken = f"Validation loss at the end of each branch over its batch size, {title}."
-    return title, charts.panel(f"branches{number}", spoken, paint)

@@ -191,7 +191,6 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
         high: Upper end, at least ``beyond``.
         diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
             a loss that is not finite counts.
-        level: Validation loss that a batch size within the tolerance reaches.
         fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
             within rounding of the loss.
         known: Whether the interval is narrow enough to name a batch size.
@@ -208,7 +207,6 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     diverged: int | None
-    level: float
     fall: float
     known: bool
     safe: int

@@ -80,12 +80,11 @@ def forms_of(page: str) -> dict[str, str]:
 
 
 def test_the_whole_page(whole_page):  # noqa: F811
-    assert tuple(charts_of(whole_page)) == ("scratch", "sizes", "branches0", "branches1")
+    assert tuple(charts_of(whole_page)) == ("scratch", "sizes")
     assert re.findall(r"<h2>(.*?)</h2>", whole_page) == [
         "Settings of the advised run",
         "Trained from the initial weights",
         "Critical batch size over training",
-        "How it was measured",
         "Every number",
         "What this cannot tell you",
         "Where the numbers come from",
@@ -95,7 +94,7 @@ def test_the_whole_page(whole_page):  # noqa: F811
     assert all(html.escape(remark) in whole_page for remark in summary["remarks"])
     assert 'role="note"' not in whole_page  # nothing is missing
     assert render(made_run()) == whole_page
-    assert [crosses(whole_page, name) for name in ("branches0", "branches1")] == [1, 0]
+    assert crosses(whole_page, "sizes") == 1
 
 
 def test_every_number_of_the_run_is_in_a_table(whole_page):  # noqa: F811
@@ -107,7 +106,7 @@ def test_every_number_of_the_run_is_in_a_table(whole_page):  # noqa: F811
     assert {f"{loss:.4f}" if math.isfinite(loss) else "∞" for loss in losses} <= cells
     for row in run.summary["points"]:
         found = row["critical"]
-        assert {f"{found['value']:.3g}", f"{found['within']}", f"{found['level']:.4f}"} <= cells
+        assert {f"{found['value']:.3g}", f"{found['within']}"} <= cells
 
 
 @quick
@@ -177,7 +176,6 @@ def test_a_point_that_tells_nothing_is_said():
     drawn = render(made_run(edit=flat(1)))
     labels = [element.text for element in charts_of(drawn)["sizes"].iter("text")]
     assert labels.count("not determined ") == 1
-    assert "after 4,096 sequences: not determined" in drawn
     assert rows_of(drawn, "Critical batch size")[1][3:5] == ["not determined", "–"]
 
 
