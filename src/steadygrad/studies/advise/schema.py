@@ -15,8 +15,6 @@ KEEP = (
     "Keep the half-life of Adam's second moment and of the weight decay in samples, whatever the "
     "batch size."
 )
-# An overhead of a branch that stands for itself and more: its curve begins at a quarter.
-CAP = 3.0
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
 SEEDS = "Most seeds of each batch size, 3 to 64. 0 or auto: as many as the budget allows."
 
@@ -196,9 +194,8 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
         known: Whether the interval is narrow enough to name a batch size.
         safe: Largest batch size tried that is within the tolerance, also at the interval's end; in
             a summary, one that diverged nowhere in the study.
-        spread: Standard deviation of one branch's loss, its data order included.
         overhead: Extra samples by batch size tried, ascending, as a fraction of what the best
-            needs; 3 stands for more.
+            needs; infinite where it diverged.
     """
 
     within: int
@@ -210,7 +207,6 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
     fall: float
     known: bool
     safe: int
-    spread: float
     overhead: dict[str, float]
 
     @property
