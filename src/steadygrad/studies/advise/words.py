@@ -67,7 +67,9 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    said = (TEMPLATES[type(found)](found, s) for found in s.findings[1:])
+    # What failed above the advised batch is in the answer or in the table.
+    found = [found for found in s.findings[1:] if not isinstance(found, schema.Larger)]
+    said = (TEMPLATES[type(each)](each, s) for each in found)
     return tuple([text for text in said if text][:3])
 
 
@@ -87,22 +89,7 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
     best = found.better
     interval = f"95% confidence interval {-best.high:.2g} to {-best.low:.2g}"
     lower = f"its validation loss is lower by {-best.mean:.2g} ({interval})"
-    said = f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
-    if found.batch_size == s.batch_size:
-        said += f" All batch sizes were compared at the rates that follow from {lr}."
-    return said
-
-
-def _larger(found: schema.Larger, s: Summary) -> str:
-    if s.recommendation.batch_size is None:
-        return ""
-    if found.run is None:
-        return f"No batch above {s.recommendation.batch_size:,} was tried."
-    # Where the advice is to stay, the answer has said it, unless a condition took its place.
-    if s.recommendation.batch_size == s.batch_size and not tune_first(s):
-        return ""
-    said = f"{_failed(found.run, s)}."
-    return said[:1].upper() + said[1:]
+    return f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
 
 
 def _flat(found: schema.Flat, s: Summary) -> str:
@@ -143,7 +130,6 @@ def _going_on(found: schema.GoingOn, s: Summary) -> str:
 TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
     schema.Unfinished: _unfinished,
     schema.RateVerdict: _rate,
-    schema.Larger: _larger,
     schema.Flat: _flat,
     schema.Schedule: _schedule,
     schema.GoingOn: _going_on,
