@@ -176,19 +176,18 @@ def test_a_point_that_tells_nothing_is_said():
     drawn = render(made_run(edit=flat(1)))
     labels = [element.text for element in charts_of(drawn)["sizes"].iter("text")]
     assert labels.count("not determined ") == 1
-    assert rows_of(drawn, "Critical batch size")[1][3:5] == ["not determined", "–"]
+    assert rows_of(drawn, "Critical batch size")[1][2:4] == ["not determined", "–"]
 
 
 def test_the_bracket_the_interval_and_the_limit_are_drawn():
     run = made_run()
     found = summarize(run.header, run.results, "complete")
-    first, second = found.points
+    second = found.points[1]
     ends = {"within": 32, "beyond": math.inf, "value": 40.0, "low": 0.0, "high": math.inf}
     second = replace(second, critical=replace(second.critical, **ends))
     axes = Figure().subplots()
     axes.set_ylim(4, 400)
-    spot = page.view(run, replace(found, points=(first, second)))["spots"][1]
-    page._draw_spot(axes, spot)
+    page._draw_point(axes, second)
     bracket, interval, *triangles, limit = [line.get_ydata() for line in axes.lines]
     assert (list(bracket), list(interval), list(limit)) == ([32, 400], [4, 400], [40.0])
     assert [list(each) for each in triangles] == [[4], [400]]
