@@ -146,7 +146,6 @@ class Scratch(Result, frozen=True, tag="scratch"):
         course: Batch size, or sizes, as ``plan.course_of`` names them.
         repeat: Number of the seed.
         rate: Learning rate over the one that the task's rule gives for the batch size.
-        samples: Length of the training.
         batch_size: The last one, in samples.
         warmup_samples: Samples over which the learning rate rises from the task's own.
         place: Samples that ``loss`` stands for.
@@ -226,10 +225,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seeds: Pairs with the smallest batch.
         loss: Mean final validation loss; infinite where a run diverged.
-        overhead: Extra samples, as a fraction of what the smallest batch needs; 0 where it needs
-            none, and infinite beyond the largest one that is known, three tolerances.
-        low: Lower end of its interval.
-        high: Upper end.
+        overhead: Extra samples, as a fraction of what the smallest batch needs, with its interval;
+            0 where it needs none, and infinite beyond the largest known one, three tolerances.
         within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
         beyond: Whether the whole interval is beyond the tolerance.
     """
@@ -378,12 +375,10 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
 
     Attributes:
         batch_size: The task's own, with which the others are compared.
-        lr: The task's learning rate.
         tolerance: Extra samples that are acceptable, as a fraction.
         findings: The most important first; the next four are among them.
         rates: Of the smallest batch, and of the recommended one, as far as they are known.
         checked: The other batch sizes that were compared with the smallest, ascending.
-        points: Points of training at which the study measured.
     """
 
     batch_size: int

@@ -162,12 +162,7 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
     order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
     steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
     what = f"branch of {batch_size:,} at {seen:,}"
-    try:
-        found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
-    except Diverged:
-        if own:
-            raise
-        found = [(length, math.inf)]
+    found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
     end, loss = _averaged(found, ends)
     curve = (*(row for row in found if row[0] < ends[0]), (round(end), loss))
     return Branch(
@@ -212,14 +207,7 @@ def scratch(
     lengths = lengths_of(samples, tolerance) if own and not decays else [samples]
     windows = [end_marks(length, decays=decays) for length in lengths]
     marks = [mark for window in windows for mark in window]
-    what = f"{course} over {samples:,}"
-    try:
-        found = _curve(place, steps(), marks, what, own=own)
-    except Diverged:
-        # With the task's own settings this is an error; otherwise it is a result.
-        if own:
-            raise
-        found = [(samples, math.inf)]
+    found = _curve(place, steps(), marks, f"{course} over {samples:,}", own)
     curve = tuple(_averaged(found, window) for window in windows)
     rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
     rows = zip(stages, rates, strict=True)
@@ -260,7 +248,10 @@ def _averaged(curve: list[tuple[int, float]], marks: list[int]) -> tuple[float, 
 def _curve(
     place: Workplace, steps: Iterable[int], marks: list[int], what: str, own: bool, at: int = 0
 ) -> list[tuple[int, float]]:
-    """Trains from ``at`` samples on, and evaluates once after each mark is reached."""
+    """Trains from ``at`` samples on, and evaluates once after each mark is reached.
+
+    With the task's ``own`` settings divergence is an error; otherwise it is a result.
+    """
 
     def evaluate() -> float:
         loss, trainer = place.evaluate(), place.trainer
@@ -272,13 +263,18 @@ def _curve(
         return loss
 
     found, left = [], sorted(set(marks))
-    for seen in steps:
-        place.advance(seen - at, what)
-        at = seen
-        if left and at >= left[0]:
-            found.append((at, evaluate()))
-            left = [mark for mark in left if mark > at]
-    return [*found, (at, evaluate())] if left else found
+    try:
+        for seen in steps:
+            place.advance(seen - at, what)
+            at = seen
+            if left and at >= left[0]:
+                found.append((at, evaluate()))
+                left = [mark for mark in left if mark > at]
+        return [*found, (at, evaluate())] if left else found
+    except Diverged:
+        if own:
+            raise
+        return [(marks[-1], math.inf)]
 
 
 def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:
