@@ -84,12 +84,8 @@ def _scratch(run: Run, found: Summary) -> Markup | None:
 
 
 def _over_training(found: Summary, samples: str) -> Markup:
-    """The critical batch size at each point, and the batch sizes that are advised."""
-    advised = found.recommendation.batch_size or math.nan
-    stages = [(0, advised)]
-    if found.schedule:
-        stages = [(stage.from_samples, stage.batch_size) for stage in found.schedule.stages]
-    drawn = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
+    """The critical batch size at each point."""
+    drawn: list[float] = [found.batch_size]
     for point in found.points:
         if c := point.critical:
             drawn += [*c.sizes, c.value, c.low, c.high, c.beyond]
@@ -105,10 +101,6 @@ def _over_training(found: Summary, samples: str) -> Markup:
         charts.octaves_axis(axes, "y", ticks)
         axes.set_ylim(2**low, 2**high)
         axes.set_ylabel(f"batch size ({charts.label(samples)})")
-        steps = [(max(at, left), batch_size) for at, batch_size in stages]
-        steps.append((right, stages[-1][1]))
-        line = axes.step(*zip(*steps, strict=True), where="post", color=SCHEDULE, linewidth=5)
-        line[0].set(alpha=0.45, zorder=1)
         for point in found.points:
             _draw_point(axes, point)
         known = [(point.samples, point.critical.value) for point in found.points if point.critical]

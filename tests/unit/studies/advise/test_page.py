@@ -135,7 +135,7 @@ def test_a_growing_batch_in_the_form_of_every_trainer(monkeypatch):
     text = render(run)
     assert forms_of(text) == {}
     assert "It rests on branches and was not trained." in text
-    assert "Grey: the growing batch, which is not advised." in Reader(text).text
+    assert "It is not advised." in text
 
 
 @quick
