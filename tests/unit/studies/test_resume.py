@@ -30,8 +30,8 @@ from tests.unit.studies.framework import (
 )
 from tests.unit.studies.results import rewrite_header
 
-# Of 10,628 samples of work; the second point is reached after 8,104.
-EARLY, MIDDLE, LATE = 400, 8400, 9000
+# Of 10,628 samples of work; the second point is reached after about 9,200.
+EARLY, MIDDLE, LATE = 400, 9600, 10200
 
 
 @pytest.fixture(scope="module")

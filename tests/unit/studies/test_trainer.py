@@ -153,7 +153,7 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypat
     def hungry(plan, place, samples):
         sizes.append(place.trainer.micro_batch_size)
         place.trainer.backward(torch.arange(samples))
-        return Point(point=0, samples=4, steps=1, valid_loss=1.0, training=())
+        return Point(point=0, samples=4, steps=1, valid_loss=1.0)
 
     monkeypatch.setitem(TRIALS, "point", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)

@@ -46,7 +46,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         task=header.task.name,
         sample=header.task.sample,
         batch_size=plan.batch_size,
-        lr=evidence.task.lr,
+        lr=evidence.task.lr * (evidence.tuned(evidence.base) or 1.0),
         tolerance=evidence.tolerance,
         findings=tuple(finding for finding in findings if finding is not None),
         recommendation=recommendation,
@@ -69,13 +69,14 @@ def _recommendation(evidence: Evidence) -> Recommendation:
         minutes = _minutes(evidence)
         return Recommendation(why="undecided", samples=evidence.length, minutes=minutes)
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    at = base if evidence.header.settings.keep_half_life else size
-    decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
+    lr = evidence.lr(size) * (evidence.tuned(str(size)) or 1.0)
+    at, rate = (base, task.lr) if evidence.header.settings.keep_half_life else (size, lr)
+    decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
     overhead, low, high = evidence.sizes[size].overheads if size > base else (None,) * 3
     return Recommendation(
         batch_size=size,
-        lr=evidence.lr(size),
+        lr=lr,
         warmup_samples=0 if size == base else evidence.warmup_samples,
         samples=evidence.length,
         overhead=overhead,
@@ -148,14 +149,6 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
     return tuple(found)
 
 
-def _fall(evidence: Evidence, points: list[int]) -> str:
-    """The fall of the smallest batch's loss along branches that tell of no batch size."""
-    if {p.point for p in evidence.results.select(Point) if not p.valid_loss}.issuperset(points):
-        return "zero"
-    falls = any(not evidence.criticals[i].fall <= 0 for i in points)
-    return "slightly" if falls else "flat"
-
-
 def _larger(evidence: Evidence) -> schema.Larger | None:
     if not evidence.sizes:
         return None
@@ -171,7 +164,7 @@ def _flat(evidence: Evidence) -> schema.Flat | None:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
     epochs = seen[-1] / evidence.task.train_size
-    return schema.Flat(points=seen, epochs=epochs, how=_fall(evidence, flat))
+    return schema.Flat(points=seen, epochs=epochs)
 
 
 def _schedule(evidence: Evidence) -> schema.Schedule | None:

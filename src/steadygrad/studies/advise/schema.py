@@ -16,6 +16,7 @@ KEEP = (
     "batch size."
 )
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
+TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = "Most seeds of each batch size, 3 to 64. 0 or auto: as many as the budget allows."
 
 Curve = tuple[tuple[Count, float], ...]
@@ -37,6 +38,7 @@ class Settings(schema.CommonSettings):
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
+    tune: Annotated[bool, Meta(description=TUNE)] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,18 +82,13 @@ class Header(schema.Header, frozen=True, kw_only=True):
 
 
 class Point(Result, frozen=True, tag="point"):
-    """The main trajectory has reached a point of training.
-
-    Attributes:
-        training: Samples seen and mean training loss of stretches since the point before.
-    """
+    """The main trajectory has reached a point of training."""
 
     key_fields = ("point",)
     point: Count
     samples: Positive
     steps: Count
     valid_loss: float
-    training: Curve
 
 
 class Noise(Result, frozen=True, tag="noise"):
@@ -345,12 +342,11 @@ class Larger(Finding, frozen=True, tag="larger"):
 class Flat(Finding, frozen=True, tag="flat"):
     """Points, in samples, along whose branches the smallest batch's loss does not fall.
 
-    ``epochs``: how many times the data were seen at the last. ``how``: as ``Recommendation.why``.
+    ``epochs``: how many times the data were seen at the last.
     """
 
     points: tuple[int, ...]
     epochs: float
-    how: str
 
 
 class Unfinished(Finding, frozen=True, tag="unfinished"):

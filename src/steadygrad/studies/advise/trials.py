@@ -37,9 +37,6 @@ from steadygrad.tasks import guarded
 
 __all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
 
-# Training losses of a segment of the main trajectory that are recorded, each an average.
-TRAINING_MARKS = 32
-
 TRAINING: dict[str, Any] = {}
 
 
@@ -77,6 +74,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         seeds=settings.seeds,
         tolerance=settings.tolerance,
         decays=task.lr_decay != "none",
+        tune=settings.tune,
     )
     if task.warmup_samples > plan.samples:
         raise InputError(
@@ -96,29 +94,13 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
     else:
         trainer.restart()
     trainer.seed_everything("train", point)
-    stride = max(1, math.ceil((stop - start) / task.batch_size / TRAINING_MARKS))
-    training = []
-
-    def steps() -> Iterator[int]:
-        way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
-        for number, seen in enumerate(way, start=1):
-            if number % stride == 0 or seen == stop:
-                losses = trainer.take_losses()
-                training.append((seen, math.fsum(losses) / len(losses)))
-            yield seen
-
+    way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
     what = f"training to {stop:,} samples"
-    ((_, loss),) = _curve(place, steps(), [stop], what, own=True, at=start)
+    ((_, loss),) = _curve(place, way, [stop], what, own=True, at=start)
     state = trainer.state(stop)
     # The others continue once the file is there.
     trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
-    return Point(
-        point=point,
-        samples=stop,
-        steps=trainer.steps,
-        valid_loss=loss,
-        training=tuple(training),
-    )
+    return Point(point=point, samples=stop, steps=trainer.steps, valid_loss=loss)
 
 
 def noise(plan: Plan, place: Workplace, point: int) -> Noise:
@@ -191,7 +173,8 @@ def scratch(
     trainer.restart(repeat)
     trainer.seed_everything("run", repeat)
     stages, decays = stages_of(course), task.lr_decay != "none"
-    own = stages == ((0, base),) and rate == 1
+    smallest = stages == ((0, base),)
+    own = smallest and rate == 1
 
     def steps() -> Iterator[int]:
         at, order = 0, main_order(len(task.train), trainer.seed, repeat)
@@ -204,7 +187,7 @@ def scratch(
 
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
     tolerance = place.header.settings.tolerance
-    lengths = lengths_of(samples, tolerance) if own and not decays else [samples]
+    lengths = lengths_of(samples, tolerance) if smallest and not decays else [samples]
     windows = [end_marks(length, decays=decays) for length in lengths]
     marks = [mark for window in windows for mark in window]
     found = _curve(place, steps(), marks, f"{course} over {samples:,}", own)

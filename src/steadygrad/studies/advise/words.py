@@ -10,11 +10,6 @@ from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed, percent, plural, show
 
-FALLS = {
-    "zero": "is exactly 0",
-    "slightly": "falls by less than three standard errors",
-    "flat": "does not fall",
-}
 EXTRA = "extra {} (95% confidence interval)"
 
 
@@ -56,13 +51,13 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
             then = "the study's seeds are used up"
         return f"{unknown}: {why}; {then}.", ""
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
+    settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     if run is not None:
-        settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
         steps = _fewer(run.steps * (1 + run.overhead), (found.samples or 0) // s.batch_size)
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
         return said + "for the same loss.", f"train at {settings}"
     why = _failed(larger, s) if larger else "no larger batch can be tried"
-    return f"For {samples}, stay at {base}: {why}.", f"stay at {base}"
+    return f"For {samples}, stay at {settings}: {why}.", f"stay at {base}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
@@ -95,8 +90,8 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
 def _flat(found: schema.Flat, s: Summary) -> str:
     seen = f" (data seen {found.epochs:.0f} times by then)" if found.epochs >= 1.5 else ""
     where = f"{listed(f'{point:,}' for point in found.points)} {plural(s.sample)}{seen}"
-    loss = f"along the branches there, the validation loss of batch {s.batch_size:,}"
-    return f"No batch size can be judged after {where}: {loss} {FALLS[found.how]}."
+    loss = f"along the branches there, the validation loss of batch {s.batch_size:,} falls by less"
+    return f"No batch size can be judged after {where}: {loss} than three standard errors."
 
 
 def _schedule(found: schema.Schedule, s: Summary) -> str:

@@ -151,6 +151,45 @@ def test_a_look_of_a_decaying_rate_trains_each_length():
     assert runs == [("8", LENGTH, 0)] * 3
 
 
+@pytest.mark.parametrize("decay", ["none", "linear"])
+def test_batch_sizes_are_compared_at_their_own_best_learning_rates(decay):
+    """At the rule's rates, 32 would need 2.9 times the samples of 8."""
+    header = make_header(settings={"tune": True}, task={"lr_decay": decay}, **ONE_POINT)
+    best = {8: -0.5} | dict.fromkeys((12, 16, 24, 32, 48, 64, 128), 2.25)
+    found = studied(header, 80.0, sigma=2e-4, lengths=1e9, at_once=1, best=best)
+    evidence = Evidence(header, Results(found))
+    for size in (8, *evidence.sizes):
+        # A quarter of an octave is as fine as they are found.
+        assert math.log2(evidence.tuned(str(size))) == pytest.approx(best[size], abs=0.25)
+    assert evidence.constant == 24
+    # The seeds of the search are no pairs' seeds, and each pair has the best rates.
+    assert {run.repeat for run in evidence.sizes[24].runs} == set(range(6))
+    assert {run.rate for run in evidence.sizes[24].runs} == {evidence.tuned("24")}
+    # Three octaves, and as many more as have a lower loss than those before.
+    assert [*evidence.ladder("24")] == [-1, 0, 1, 2, 3]
+    assert trials_of(header, Results(found)) == []
+    draw = random.Random(0)
+    for count in range(0, len(found), 5):
+        assert keys(header, draw.sample(found[:count], count))[0] == found[count].key
+
+
+def test_a_best_rate_at_the_end_of_all_octaves_is_taken_and_one_that_diverges_is_not():
+    header = make_header(settings={"tune": True})
+    seeds, losses = range(64, 67), {-1: 2.0, 0: 1.9, 1: 1.8, 2: math.inf}
+    runs = [
+        scratch(8, i, rate=2.0**k, losses=lambda s, v=v: v)
+        for i in seeds
+        for k, v in losses.items()
+    ]
+    known = [scratch(8, i) for i in range(3)]
+    assert Evidence(header, Results([*known, *runs])).tuned("8") == 2.0
+    falling = [
+        scratch(8, i, rate=2.0**k, losses=lambda s, k=k: -k) for i in seeds for k in range(-1, 7)
+    ]
+    assert Evidence(header, Results([*known, *falling])).tuned("8") == 2.0**6
+    assert Evidence(header, Results([*known, *falling[:-1]])).tuned("8") is None
+
+
 def test_jobs_of_a_larger_batch_warm_up():
     runs = [scratch(8, seed) for seed in range(3)]
     jobs = [t.job(Results(runs)) for t in trials_of(HEADER, Results(runs))]

@@ -68,7 +68,8 @@ UNCERTAIN = {"overhead": 0.2004, "low": 0.0, "high": math.inf, "within": False, 
 )  # fmt: skip
 def test_stay(summary, run, expected):
     found = advised(summary, 8, run, larger=run)
-    assert words.answer(found) == f"For 4,096 rows, stay at batch 8: batch 12 {expected}."
+    stay = "For 4,096 rows, stay at batch 8 with learning rate 0.00122"
+    assert words.answer(found) == f"{stay}: batch 12 {expected}."
     # It is said once.
     assert words.remarks(found) == ()
 
@@ -143,8 +144,8 @@ def test_an_answer_that_hangs_on_a_condition_opens_with_it(summary):
         (verdict(""), ["0.001 fits batch 8 over 4,096 rows is not known after 4 seeds"]),
         (verdict("fits"), None),
         (
-            schema.Flat(points=(64, 256), epochs=3.2, how="flat"),
-            ["after 64 and 256 rows (data seen 3 times by then)", "does not fall"],
+            schema.Flat(points=(64, 256), epochs=3.2),
+            ["after 64 and 256 rows (data seen 3 times by then)", "three standard errors"],
         ),
         (
             schema.Schedule(
