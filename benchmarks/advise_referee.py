@@ -66,18 +66,23 @@ class Truth(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One training from scratch; ``lengths``: samples that its losses are wanted for."""
+    """One training from scratch; ``lengths``: samples that its losses are wanted for.
+
+    ``rate``: the learning rate over the one that the task's rule gives.
+    """
 
     task: str
     batch_size: int
     lengths: tuple[int, ...]
     warmup_samples: int
     seed: int
+    rate: float = 1.0
 
     @property
     def path(self) -> Path:
-        name = f"{self.batch_size}-{self.lengths[-1]}-{self.warmup_samples}-{self.seed}.json"
-        return Path(self.task) / name
+        parts = [self.batch_size, self.lengths[-1], self.warmup_samples, self.seed]
+        parts += [self.rate] * (self.rate != 1)
+        return Path(self.task) / f"{'-'.join(map(str, parts))}.json"
 
 
 @cache
@@ -127,7 +132,7 @@ def train(run: Run) -> dict[int, float]:
     wanted, found = {step for steps in marks.values() for step in steps}, {}
     orders = torch.Generator().manual_seed(run.seed)
     queue = torch.empty(0, dtype=torch.int64)
-    grown = (size / task.batch_size) ** POWERS[task.lr_rule]
+    grown = run.rate * (size / task.batch_size) ** POWERS[task.lr_rule]
     for step in range(1, total // size + 1):
         seen = (step - 0.5) * size
         factor = grown
@@ -309,6 +314,13 @@ def trained(folder: Path) -> int:
     return main + sum(runs) + sum(row["samples"] for row in rows if row["kind"] == "noise")
 
 
+def busy(folder: Path) -> float:
+    """The part of its budget that a study's trials took."""
+    times = [json.loads(path.read_text())["time"] for path in (folder / "results").rglob("*.json")]
+    budget = json.loads((folder / "header.json").read_text())["settings"]["budget"]
+    return math.fsum(time["seconds"] for time in times) / budget
+
+
 def noise_at_end(summary: dict) -> float | None:
     found = [point["noise"] for point in summary.get("points", ()) if point.get("noise")]
     value = float(found[-1]["value"]) if found and found[-1]["resolved"] else math.nan
@@ -398,6 +410,7 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
                 **judge(size, truth, tolerance),
                 "intervals": intervals,
                 "cost": trained(folder) / swept,
+                "busy": busy(folder),
                 "rules": {r: s and (s, judge(s, truth, tolerance)) for r, s in rules_say.items()},
             }
         )
@@ -425,7 +438,8 @@ def page(options: argparse.Namespace) -> str:
         "## Studies",
         f"Without a summary: {', '.join(missing) or 'none'}.",
         grid(
-            "task | seed | advised | said | 95 % | truth | best | bold | timid | steps | cost",
+            "task | seed | advised | said | 95 % | truth | best | bold | timid | steps | cost"
+            " | busy",
             map(study_cells, rows),
         ),
         "## Intervals of the batch sizes that were checked",
@@ -472,6 +486,7 @@ def study_cells(row: Mapping) -> list[str]:
         "TIMID" if row["timid"] else "no",
         f"{row['steps']:+.0%}",
         f"{row['cost']:.2f}",
+        f"{row['busy']:.0%}",
     ]
 
 
@@ -506,6 +521,7 @@ def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
         ("of it in steps", quantiles([row["steps"] for row in rows])),
         ("of it in samples", quantiles([row["samples"] for row in rows])),
         ("cost over the sweep's: median, largest", cost(rows)),
+        ("the budget's part in trials: median, smallest", shares(rows)),
     ]
     return grid("what | found", lines)
 
@@ -513,6 +529,11 @@ def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
 def cost(rows: Sequence[Mapping]) -> str:
     parts = [row["cost"] for row in rows]
     return f"{np.median(parts):.3f}, {max(parts):.3f}"
+
+
+def shares(rows: Sequence[Mapping]) -> str:
+    parts = [row["busy"] for row in rows]
+    return f"{np.median(parts):.0%}, {min(parts):.0%}"
 
 
 def ruled(rows: Sequence[Mapping]) -> str:

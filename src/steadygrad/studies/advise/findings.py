@@ -1,6 +1,7 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, Evidence
-from steadygrad.studies.advise.pairs import Pairs
+from steadygrad.studies.advise.pairs import Better, Pairs
 from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES
 from steadygrad.studies.advise.schema import (
     Checked,
@@ -123,10 +124,6 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
         known = evidence.rate(size) if size else {}
         if size is None or len(known) < len(RATES):
             continue
-        better = [rate for rate, other in known.items() if other.sure]
-        fits = all(other.never for other in known.values())
-        # Where both are better, nothing is known of the best.
-        verdict = ("low" if better[0] > 1 else "high") if len(better) == 1 else "fits" * fits
         others = tuple(
             schema.OtherRate(
                 lr=evidence.lr(size) * rate,
@@ -139,7 +136,7 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
         )
         found.append(
             schema.RateVerdict(
-                verdict="" if len(better) > 1 else verdict,
+                verdict=verdict(known),
                 batch_size=size,
                 lr=evidence.lr(size),
                 samples=evidence.length,
@@ -147,6 +144,14 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
             )
         )
     return tuple(found)
+
+
+def verdict(others: Mapping[float, Better]) -> str:
+    """Of a learning rate beside others; empty where it is not known, or both are better."""
+    better = [rate for rate, other in others.items() if other.sure]
+    if len(better) == 1:
+        return "low" if better[0] > 1 else "high"
+    return "fits" if all(other.never for other in others.values()) else ""
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:
