@@ -31,7 +31,7 @@ def tune_first(s: Summary) -> schema.RateVerdict | None:
 
 def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     """The advice, and how it is said after a condition; empty where there is none."""
-    base, more = f"batch {s.batch_size:,}", f"at most {_tolerated(s)} more {plural(s.sample)}"
+    base = f"batch {s.batch_size:,}"
     if found.why == "unmeasured":
         return "Nothing can be said yet: no batch size was compared with another.", ""
     if found.why == "flat":
@@ -41,15 +41,14 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     samples = _count(found.samples or 0, s)
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
     if found.batch_size is None:
-        why = _failed(larger, s) if larger else f"no batch above {s.batch_size:,} was decided"
+        why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
         minutes = math.ceil(found.minutes or 0)
-        unknown = (
-            f"For {samples} it is not known whether a batch above {s.batch_size:,} needs {more}"
-        )
-        then = f"--resume for about {minutes:,} more minute{'s' * (minutes != 1)} would tell"
+        time = f"{minutes:,} more minute{'s' * (minutes != 1)}"
+        then = f"--resume for about {time} would tell; till then"
         if s.status == "complete":
-            then = "the study's seeds are used up"
-        return f"{unknown}: {why}; {then}.", ""
+            then = "the study's seeds are used up, so"
+        unknown = f"For {samples} it is not known whether a larger batch can be used"
+        return f"{unknown}: {why}; {then} stay at {base}.", f"stay at {base}"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     if run is not None:

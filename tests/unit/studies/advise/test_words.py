@@ -91,15 +91,15 @@ def test_train(summary):
 @pytest.mark.parametrize(
     ("status", "then"),
     [
-        ("budget", "--resume for about 2 more minutes would tell."),
-        ("complete", "the study's seeds are used up."),
+        ("budget", "--resume for about 2 more minutes would tell; till then stay at batch 8."),
+        ("complete", "the study's seeds are used up, so stay at batch 8."),
     ],
 )
 def test_what_is_not_known_is_said_with_what_would_tell(summary, status, then):
     unknown = failed(**UNCERTAIN)
     fields = {"larger": unknown, "why": "undecided", "minutes": 1.2, "lr": None}
     found = replace(advised(summary, None, unknown, **fields), status=status)
-    assert words.answer(found).startswith("For 4,096 rows it is not known whether a batch above 8 ")
+    assert words.answer(found).startswith("For 4,096 rows it is not known whether a ")
     assert words.answer(found).endswith(then)
     assert words.table(found).rows[1][-1] == "uncertain"
 
