@@ -53,6 +53,7 @@ ENDS = (0.92, 0.94, 0.96, 0.98, 1.0)
 FIRST_SEED = 2000  # no study uses it, and the rates and lengths were chosen with others
 DRAWS = 400
 BOLD = 1.25  # times the tolerance
+KNOWN = 0.6  # the largest overhead that a study tells from larger ones
 ERRORS = 2.0  # standard errors of the truth that are allowed
 POWERS = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}
 
@@ -296,6 +297,13 @@ def is_covered(row: Mapping, true: Truth, ends: tuple[float, float], errors: flo
     return low - errors * true.error <= true.overhead <= high + errors * true.error
 
 
+def reaches(row: Mapping, true: Truth) -> bool:
+    """The same where "0 %" is none or less, and "more than 60 %" is all above."""
+    low, high = float(row["low"]), float(row["high"])
+    below = low == 0 or min(low, KNOWN) - ERRORS * true.error <= true.overhead
+    return below and true.overhead <= high + ERRORS * true.error
+
+
 def rules(truth: Mapping[int, Truth], samples: int, noise: float | None) -> dict[str, int | None]:
     """Batch sizes by three rules of thumb, rounded down to a size of the sweep."""
     floor = lambda value: max((s for s in truth if s <= value), default=min(truth))
@@ -395,6 +403,7 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
                 **row,
                 "true": truth[row["batch_size"]],
                 "covered": is_covered(row, truth[row["batch_size"]], ends, ERRORS),
+                "reached": reaches(row, truth[row["batch_size"]]),
                 "strictly": is_covered(row, truth[row["batch_size"]], ends, 0.0),
                 "width": np.ptp(np.clip([float(row["low"]), float(row["high"])], *ends)),
             }
@@ -512,6 +521,7 @@ def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
     widths = [f"{100 * np.median([p['width'] for p in kind]):.0f}" for kind in (parts, own) if kind]
     lines = [
         ("intervals that hold the truth", share(part["covered"] for part in parts)),
+        ("with 0 % as none or less", share(part["reached"] for part in parts)),
         ("without the truth's own error", share(part["strictly"] for part in parts)),
         ("median width in points: all, the advised", ", ".join(widths)),
         ("too bold", share(row["bold"] for row in rows)),
