@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
-	$(BIN)/steadygrad advise --budget 5m
+	$(BIN)/steadygrad advise digits-autoencoder --budget 5m
 
 compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge them on fresh seeds, write a report
 	$(BIN)/steadygrad compare --budget 5m
