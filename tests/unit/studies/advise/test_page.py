@@ -148,6 +148,7 @@ def test_a_growing_batch_in_the_form_of_every_trainer(monkeypatch):
         ({"warmup_samples": 64}, {}, "warms up over 64 sequences and is constant then"),
         ({"lr_decay": "cosine"}, {}, "has a cosine decay. Runs from the initial weights have it"),
         ({}, {}, "At every batch size, beta2 (0.99) and weight decay (0.01) stayed as in the task"),
+        ({}, {"tune": True}, "the best of each batch size was searched"),
         ({}, {"keep_half_life": True}, "In samples, the half-lives of beta2 (0.99) and weight"),
         ({"beta2": None}, {}, "At every batch size, weight decay (0.01) stayed"),
         ({}, {"seed": 7}, "rest on seed 7 alone."),
