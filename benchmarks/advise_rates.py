@@ -1,20 +1,23 @@
-"""What ``advise`` says of learning rates that are missed on purpose.
+"""Verdicts of ``advise``'s comparison on learning rates that are missed on purpose.
 
     python benchmarks/advise_rates.py --save
 
 Four tasks of the referee are trained at their smallest batch by its plain loop, at rates from an
 eighth to eight times the task's own. A study with the rate set to a quarter, half, once, twice or
-four times the task's own compares it with its half and its double, as `advise` does: looks, at most
-so many pairs, one verdict. 20 studies with seeds of their own. The truth is the mean of all seeds:
+four times the task's own compares it with its half and its double, as `advise` does at the
+smallest batch: looks, at most so many pairs, one verdict. 20 studies with seeds of their own. The
+truth is the mean over all pairs that any study trained, those of the verdict among them:
 
-- "too low", "too high" are wrong where the named neighbour is not better;
+- "too low", "too high" are wrong where the named neighbour is worse;
 - "fits" is wrong where a neighbour is better by what the tolerated samples are worth;
 
-each by more than two standard errors.
+each by more than two standard errors, so that small errors are not counted. Where a rate diverges,
+`advise` ends with an error at the task's own rate; such a study is not judged.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 from collections import Counter
 from datetime import date
@@ -37,7 +40,7 @@ LENGTHS = {"digits": 4608, "marriages": 4608, "words": 4608, "mnist": 3072}
 MISSED = (0.25, 0.5, 1.0, 2.0, 4.0)
 STUDIES = 20
 FIRST_SEED = 3000
-WORDS = {"low": "too low", "high": "too high", "fits": "fits", "": "not known"}
+WORDS = {"low": "too low", "high": "too high", "": "not known"}
 
 
 def run_of(task: str, rate: float, seed: int) -> Run:
@@ -71,6 +74,8 @@ def study(job: tuple[str, float, int], folder: Path) -> tuple[str, float, str, i
             return [scratch(losses(folder, task, missed * rate, i), i) for i in seeds[:look]]
 
         own = runs(1.0)
+        if not all(math.isfinite(run.loss) for run in own):
+            return task, missed, "diverged", look
         base = {run.repeat: run.curve for run in own}
         for rate in RATES:
             if rate not in known or not known[rate].decided:
@@ -80,7 +85,7 @@ def study(job: tuple[str, float, int], folder: Path) -> tuple[str, float, str, i
 
 def wrong(task: str, missed: float, said: str, folder: Path) -> bool:
     """Whether the mean over all seeds contradicts a verdict."""
-    if not said:
+    if said in ("", "diverged"):
         return False
     lengths = [str(n) for n in lengths_of(LENGTHS[task], 0.2)]
 
@@ -97,6 +102,8 @@ def wrong(task: str, missed: float, said: str, folder: Path) -> bool:
         if said == "fits":
             worth = [own[i][lengths[-2]] - own[i][lengths[-1]] for i in own.keys() & other.keys()]
             gains = [gain - more for gain, more in zip(gains, worth, strict=True)]
+        if not all(map(math.isfinite, gains)):
+            return said != "fits"  # the neighbour diverged
         error = 2 * stdev(gains) / len(gains) ** 0.5
         return fmean(gains) > error if said == "fits" else fmean(gains) < -error
 
@@ -122,7 +129,7 @@ def main() -> None:
             own = [row for row in found if row[:2] == (task, missed)]
             said = Counter(row[2] for row in own)
             count = sum(n for what, n in said.items() if wrong(task, missed, what, options.runs))
-            told = ", ".join(f"{WORDS[what]} {n}" for what, n in sorted(said.items()))
+            told = ", ".join(f"{WORDS.get(what, what)} {n}" for what, n in sorted(said.items()))
             rows.append([task, f"{missed:g}", told, str(max(row[3] for row in own)), str(count)])
             print(" | ".join(rows[-1]), flush=True)
     errors = sum(int(row[-1]) for row in rows)

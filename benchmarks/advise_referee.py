@@ -53,6 +53,8 @@ ENDS = (0.92, 0.94, 0.96, 0.98, 1.0)
 FIRST_SEED = 2000  # no study uses it, and the rates and lengths were chosen with others
 DRAWS = 400
 BOLD = 1.25  # times the tolerance
+NOTHING = dict.fromkeys(("batch_size", "samples", "overhead", "low", "high"))
+NO_SUMMARY = {"recommendation": NOTHING, "tolerance": 0.2, "checked": []}
 KNOWN = 0.6  # the largest overhead that a study tells from larger ones
 ERRORS = 2.0  # standard errors of the truth that are allowed
 POWERS = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}
@@ -318,12 +320,13 @@ def trained(folder: Path) -> int:
     """Samples that a study trained or measured gradients on, by its record."""
     rows = [json.loads(path.read_text()) for path in (folder / "results").rglob("*.json")]
     main = max((row["samples"] for row in rows if row["kind"] == "point"), default=0)
-    runs = [r["steps"] * r["batch_size"] for r in rows if {"steps", "batch_size"} <= r.keys()]
-    return main + sum(runs) + sum(row["samples"] for row in rows if row["kind"] == "noise")
+    return main + sum(row["samples"] for row in rows if row["kind"] != "point")
 
 
 def busy(folder: Path) -> float:
     """The part of its budget that a study's trials took."""
+    if not (folder / "header.json").exists():
+        return 0.0
     times = [json.loads(path.read_text())["time"] for path in (folder / "results").rglob("*.json")]
     budget = json.loads((folder / "header.json").read_text())["settings"]["budget"]
     return math.fsum(time["seconds"] for time in times) / budget
@@ -393,7 +396,9 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
     ends = min(overheads), max(overheads)
     swept = sum(run.lengths[-1] for run in runs_of(name, options))
     rows = []
-    for seed, summary in read_studies(name, options).items():
+    studies = read_studies(name, options)
+    for seed in options.seeds:
+        summary = studies.get(seed, NO_SUMMARY)
         advice, tolerance = summary["recommendation"], summary["tolerance"]
         # An answer for a training of another length is none to the question.
         size = advice["batch_size"] if advice["samples"] == samples else None
@@ -430,22 +435,18 @@ def page(options: argparse.Namespace) -> str:
     """Every case, and what they add up to."""
     found = {name: cases(name, options) for name in options.tasks}
     rows = [row for _, part in found.values() for row in part]
-    asked_for = [f"{name}-{seed}" for name in options.tasks for seed in options.seeds]
-    seen = {f"{row['task']}-{row['seed']}" for row in rows}
-    missing = [name for name in asked_for if name not in seen]
     called = f"python benchmarks/advise_referee.py --studies --truth --report {asked(options)}"
     words = [
         "# advise before a referee",
         f"`{called} --save`; {hardware()}.",
         "Plan: `benchmarks/advise_referee_plan.md`. Truths are given with their standard error.",
         "## What it adds up to",
-        summed(rows, missing),
+        summed(rows),
         "## Rules of thumb beside it",
         ruled(rows),
         "## Truth",
         *(truths(name, truth, options) for name, (truth, _) in found.items()),
         "## Studies",
-        f"Without a summary: {', '.join(missing) or 'none'}.",
         grid(
             "task | seed | advised | said | 95 % | truth | best | bold | timid | steps | cost"
             " | busy",
@@ -515,7 +516,7 @@ def quantiles(values: Sequence[float]) -> str:
     return f"{np.median(values):.1%}, {np.quantile(values, 0.95):.1%}"
 
 
-def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
+def summed(rows: Sequence[Mapping]) -> str:
     parts = [part for row in rows for part in row["intervals"]]
     own = [p for r in rows for p in r["intervals"] if p["batch_size"] == r["size"]]
     widths = [f"{100 * np.median([p['width'] for p in kind]):.0f}" for kind in (parts, own) if kind]
@@ -526,7 +527,7 @@ def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
         ("median width in points: all, the advised", ", ".join(widths)),
         ("too bold", share(row["bold"] for row in rows)),
         ("too timid by a factor of 2", share(row["timid"] for row in rows)),
-        ("not known", share([not row["known"] for row in rows] + [True for _ in missing])),
+        ("not known", share(not row["known"] for row in rows)),
         ("regret: median, 95th percentile", quantiles([row["regret"] for row in rows])),
         ("of it in steps", quantiles([row["steps"] for row in rows])),
         ("of it in samples", quantiles([row["samples"] for row in rows])),

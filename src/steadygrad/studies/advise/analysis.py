@@ -7,6 +7,8 @@ from functools import cached_property
 from itertools import accumulate
 from statistics import fmean
 
+import numpy as np
+
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import critical as branches
 from steadygrad.studies.advise.pairs import Better, Curves, Pairs, better, shared_variance
@@ -24,8 +26,6 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
 from steadygrad.studies.trials import seed_for
 
-# A fall that is no larger a part of the loss is a rounding error.
-ROUNDING = 1e-6
 # Other learning rates at which a batch size is trained, relative to the rule's.
 RATES = (0.5, 2.0)
 # Most octaves from the rule's learning rate that a search goes.
@@ -45,10 +45,15 @@ class Evidence:
         for run in results.select(Scratch):
             self._runs.setdefault((run.course, run.rate, run.samples), []).append(run)
 
-    def runs(self, course: str, rate: float = 1.0, samples: int = 0) -> Sequence[Scratch]:
-        """Trainings by seed. Default: of the length that the advice is for."""
+    def runs(
+        self, course: str, rate: float = 1.0, samples: int = 0, tuning: bool = False
+    ) -> Sequence[Scratch]:
+        """Trainings by seed, or those of the search for learning rates.
+
+        Default: of the length that the advice is for.
+        """
         found = self._runs.get((course, rate, samples or self.length), ())
-        return [run for run in found if run.repeat not in TUNING]
+        return [run for run in found if (run.repeat in TUNING) == tuning]
 
     def ladder(self, course: str) -> dict[int, float | None]:
         """Mean losses by octave from the rule's learning rate; None: not trained yet.
@@ -69,15 +74,15 @@ class Evidence:
                 return found
 
     def _tried(self, course: str, rate: float) -> float | None:
-        runs = self._runs.get((course, rate, self.length), ())
-        losses = [run.loss for run in runs if run.repeat in TUNING]
+        losses = [run.loss for run in self.runs(course, rate, tuning=True)]
         return fmean(losses) if len(losses) == len(TUNING) else None
 
     def tuned(self, course: str) -> float | None:
         """The learning rate over the rule's: 1, or the best; None while that is not known.
 
         The best is where the parabola through the lowest loss and its neighbours has its minimum,
-        to a quarter of an octave, so that no batch size profits from where its ladder begins.
+        to a quarter of an octave, so that no batch size profits from where its ladder begins. It is
+        lower where a run diverged.
         """
         if not self.header.settings.tune:
             return 1.0
@@ -87,32 +92,37 @@ class Evidence:
         best = _lowest(found)
         below, at, above = (found.get(best + side, math.inf) for side in NEAR)
         bend = below - 2 * at + above if at < math.inf else math.inf
-        return 2.0 ** (best + (round(2 * (below - above) / bend) / 4 if 0 < bend < math.inf else 0))
+        step = best + (round(2 * (below - above) / bend) / 4 if 0 < bend < math.inf else 0)
+        while any(math.isinf(r.loss) for r in self._runs.get((course, 2**step, self.length), ())):
+            step -= 0.25
+        return 2.0**step
 
     @cached_property
     def length(self) -> int:
         """Samples of the trainings: the longest by halves at whose end the loss still falls.
 
-        A length that the user gave stays. 0: the loss falls at none.
+        A length that the user gave, or at which rates are tuned, stays unless the loss does not
+        move at all. 0: there is none.
         """
-        plan, samples = self.plan, self.plan.samples
-        while not self.header.settings.samples:
-            curves = [*self.curves(samples, 1.0).values()][: LOOKS[0]]
-            if len(curves) < LOOKS[0]:
+        plan, samples, settings = self.plan, self.plan.samples, self.header.settings
+        stays = settings.samples or settings.tune
+        while samples >= LEAST * plan.batch_size:
+            curves = [*self.curves(samples, 1.0, settings.tune).values()]
+            ends = [(curve[0][1], curve[-1][1]) for curve in curves[: LOOKS[0]]]
+            if len(ends) < LOOKS[0] or not np.isfinite(ends).all():
                 break
-            falls = [curve[0][1] - curve[-1][1] for curve in curves]
-            if math.fsum(falls) > ROUNDING * math.fsum(abs(curve[0][1]) for curve in curves):
+            falls = [first - last for first, last in ends]
+            fall = math.fsum(map(abs, falls) if stays else falls)
+            if fall > branches.ROUNDING * math.fsum(abs(first) for first, _ in ends):
                 break
-            samples = samples // 2 // plan.batch_size * plan.batch_size
-            if samples < LEAST * plan.batch_size:
-                return 0
-        return samples
+            samples = 0 if stays else samples // 2 // plan.batch_size * plan.batch_size
+        return samples if samples >= LEAST * plan.batch_size else 0
 
-    def curves(self, samples: int, rate: float) -> Curves:
+    def curves(self, samples: int, rate: float, tuning: bool = False) -> Curves:
         """The smallest batch's losses at the lengths up to ``samples``, by seed."""
         lengths = lengths_of(samples, self.tolerance)
         if self.task.lr_decay == "none":
-            return {run.repeat: run.curve for run in self.runs(self.base, rate, samples)}
+            return {r.repeat: r.curve for r in self.runs(self.base, rate, samples, tuning)}
         rows = [{r.repeat: r for r in self.runs(self.base, rate, n)} for n in lengths]
         seeds = sorted(set.intersection(*map(set, rows)))
         return {seed: [(row[seed].place, row[seed].loss) for row in rows] for seed in seeds}
@@ -158,7 +168,7 @@ class Evidence:
     @cached_property
     def constant(self) -> int | None:
         """The recommended batch size; None where nothing is known."""
-        if self.passed is None and self.rungs[1:2] in ([], [self.failed]):
+        if self.passed is None and self.rungs[1] == self.failed:
             return self.plan.batch_size
         return self.passed
 
@@ -172,7 +182,7 @@ class Evidence:
     @property
     def warmup_samples(self) -> int:
         """Samples of a warm-up from the task's learning rate to a larger batch's."""
-        if self.task.lr_rule == "constant":
+        if self.task.lr_rule == "constant" and not self.header.settings.tune:
             return 0
         return self.length // 16 // self.plan.batch_size * self.plan.batch_size
 
@@ -210,8 +220,7 @@ class Evidence:
         """
         base, constant = self.plan.batch_size, self.constant
         points = [(self.plan.points[i], c) for i, c in self.criticals.items() if c.resolved]
-        # The branches have no rates but the rule's.
-        if constant is None or not points or self.header.settings.tune:
+        if constant is None or not points:
             return ()
 
         def rounded(size: int) -> int:
@@ -242,5 +251,5 @@ class Evidence:
 
 
 def _lowest(losses: Mapping[int, float | None]) -> int:
-    """The step of the lowest loss, the lower one of equals."""
-    return min(losses, key=lambda step: (losses[step], step))
+    """The step of the lowest loss; of equals, the one nearest to the rule's rate."""
+    return min(losses, key=lambda step: (losses[step], abs(step), step))

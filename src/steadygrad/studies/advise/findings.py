@@ -10,7 +10,7 @@ from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, Evidence
 from steadygrad.studies.advise.pairs import Better, Pairs
-from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES
+from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES, lengths_of
 from steadygrad.studies.advise.schema import (
     Checked,
     Header,
@@ -90,11 +90,13 @@ def _recommendation(evidence: Evidence) -> Recommendation:
 
 def _minutes(evidence: Evidence) -> float:
     """Time for the pairs that would decide over the size that needs the fewest."""
-    sizes = evidence.sizes.values()
-    open_ = (pairs for pairs in sizes if not (pairs.passed or pairs.failed))
+    sizes, most = evidence.sizes.items(), evidence.failed or math.inf
+    open_ = (pairs for size, pairs in sizes if size < most and not pairs.passed)
     missing = min((pairs.needed - len(pairs) for pairs in open_), default=LOOKS[0])
+    decays = evidence.task.lr_decay != "none"
+    own = sum(lengths_of(evidence.length, evidence.tolerance)) if decays else evidence.length
     # The other searches take their parts as well.
-    samples = 2 * missing * evidence.length / (1 - BRANCHES - OTHER_RATES)
+    samples = missing * (own + evidence.length) / (1 - BRANCHES - OTHER_RATES)
     speed = evidence.plan.samples_per_second * evidence.header.runtime.workers
     return samples / speed / 60
 

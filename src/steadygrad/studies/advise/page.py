@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies import charts
-from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.analysis import TUNING, Evidence
 from steadygrad.studies.advise.schema import Branch, Measured, Scratch, Summary
 from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
@@ -32,7 +32,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "found": found,
         "samples": samples,
         "runs": runs,
-        "seeds": len({each.repeat for each in runs}),
+        "seeds": len({each.repeat for each in runs if each.repeat not in TUNING}),
         "branches": [branches[key] for key in sorted(branches)],
         "forms": _forms(found, task.tokens_per_sample),
         "scratch": _scratch(run, found) if found else None,

@@ -70,7 +70,7 @@ def make_plan(
         seeds: Most seeds of a batch size. Default: as many as there is time for.
         tolerance: Extra samples that are acceptable, as a fraction.
         decays: Whether the learning rate falls, so that each length takes a training of its own.
-        tune: Whether the learning rates are searched, which takes as many trainings again.
+        tune: Whether the learning rates are searched, which takes three times the trainings.
 
     Raises:
         InputError: If the budget gives no answer, or there are too few samples.
@@ -91,10 +91,10 @@ def make_plan(
     lengths = sum(1 / (1 + times * tolerance) for times in LENGTHS) if decays else 1.0
     runs = {**RUNS, 1: RUNS[1] + PAIRS * (lengths - 1)}
     own, largest = seconds[1], seconds[max(seconds)]
-    one = sum(count * seconds.get(multiple, largest) for multiple, count in runs.items())
-    one *= 1 + tune
+    times = 1 + 2 * tune
+    one = times * sum(n * seconds.get(multiple, largest) for multiple, n in runs.items())
     marks = 1 if decays else END_MARKS
-    rest = evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
+    rest = times * evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
     time = workers * max(0.0, budget - start_up(workers)) * (1 - BRANCHES)
     found = (time - rest) / one
     if found < FEW * batch_size:

@@ -30,19 +30,16 @@ from steadygrad.studies.trials import Job, Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
-# Chance that a batch size never tried passes.
-CHANCE = 0.5
 # Trainings of the search for the batch size before the others begin.
 FIRST = 9
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The trials that can run now, the most useful first."""
-    evidence, tune = Evidence(header, results), header.settings.tune
-    trainings = results.select(Scratch)
+    evidence = Evidence(header, results)
     done = {
-        "sizes": sum(run.samples for run in trainings if run.rate == 1 or tune),
-        "rates": sum(run.samples for run in trainings if run.rate != 1 and not tune),
+        "sizes": sum(run.samples for run in results.select(Scratch) if run.rate == 1),
+        "rates": sum(run.samples for run in results.select(Scratch) if run.rate != 1),
         "branches": sum(branch.samples for branch in results.select(Branch))
         + sum(noise.samples for noise in results.select(Noise))
         + max((point.samples for point in results.select(Point)), default=0),
@@ -122,7 +119,7 @@ def _sizes(evidence: Evidence) -> Iterator[Job]:
     """The batch size: visited by strides and by halves, then decided, then the schedule."""
     if not evidence.length:
         return
-    if len(evidence.curves(evidence.length, 1.0)) < LOOKS[0]:
+    if not evidence.header.settings.tune and len(evidence.own) < LOOKS[0]:
         for repeat in range(LOOKS[0]):
             yield from _reference(evidence, repeat, 1.0)
         return
@@ -147,7 +144,7 @@ def _next(evidence: Evidence, pairs: int, most: int = LOOKS[-1]) -> int:
 
 
 def _next_size(evidence: Evidence) -> int | None:
-    """The batch size that needs a look: the one that raises the advice most for its pairs."""
+    """The batch size that needs a look: the smallest that would raise the advice."""
     rungs, sizes = evidence.rungs, evidence.sizes
     good, bad = evidence.passed or rungs[0], evidence.failed or math.inf
     # As far as it is known yet.
@@ -157,21 +154,13 @@ def _next_size(evidence: Evidence) -> int | None:
     between = [size for size in rungs if low < size < high]
     if high <= STRIDE * low:
         between = between[: (len(between) + 1) // 2]
-    undecided = [
-        size
-        for size in fits
-        if size > good and not sizes[size].passed and _next(evidence, len(sizes[size]))
-    ]
+    hard = [size for size in fits if size > good and not sizes[size].passed]
     # One below those that are hard to decide may be easy.
-    below = [size for size in rungs if good < size < min(undecided, default=0)]
-    # Octaves for each pair that is missing.
-    worth = {size: math.log2(size / low) * CHANCE / LOOKS[0] for size in between[-1:]}
-    for size in below[(len(below) - 1) // 2 : (len(below) + 1) // 2]:
-        worth[size] = math.log2(size / good) / LOOKS[1]
-    for size in undecided:
-        worth[size] = math.log2(size / good) / (sizes[size].needed - len(sizes[size]))
-    if worth:
-        return max(worth, key=lambda size: (worth[size], size))
+    below = [size for size in rungs if good < size < min(hard, default=0)]
+    middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
+    undecided = [size for size in hard if _next(evidence, len(sizes[size]))]
+    if wanted := [*between[-1:], *middle, *undecided]:
+        return min(wanted)
     # What is above the advice: ruled out, or not.
     above = (s for s in sizes if low < s < bad and _next(evidence, len(sizes[s])))
     return next(above, None)
@@ -193,8 +182,13 @@ def _rates(evidence: Evidence) -> Iterator[Job]:
 
 
 def _branches(evidence: Evidence) -> Iterator[Job]:
-    """Point by point: the training to it, then what starts from there."""
+    """Point by point: the training to it, then what starts from there.
+
+    They have the rule's rates, so that they would tell nothing where rates are tuned.
+    """
     plan, results = evidence.plan, evidence.results
+    if evidence.header.settings.tune:
+        return
     for point, multiples in enumerate(plan.multiples):
         if results.get(Point, point) is None:
             yield {"kind": "point", "point": point}

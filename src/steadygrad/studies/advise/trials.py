@@ -174,12 +174,14 @@ def scratch(
     trainer.seed_everything("run", repeat)
     stages, decays = stages_of(course), task.lr_decay != "none"
     smallest = stages == ((0, base),)
-    own = smallest and rate == 1
+    # Where rates are searched, the task's own is none to begin with.
+    start = 0.0 if place.header.settings.tune else 1.0
+    own = smallest and rate == 1 and not place.header.settings.tune
 
     def steps() -> Iterator[int]:
         at, order = 0, main_order(len(task.train), trainer.seed, repeat)
         for _, border, size in stretches(stages, samples):
-            chosen = Rate(size, rate, warmup_samples, samples)
+            chosen = Rate(size, rate, warmup_samples, samples, start)
             # A stage ends with its last whole batch; the next one begins there.
             for seen in trainer.run(order, at, border, size, rate=chosen):
                 at = seen

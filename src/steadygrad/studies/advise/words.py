@@ -55,8 +55,8 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         steps = _fewer(run.steps * (1 + run.overhead), (found.samples or 0) // s.batch_size)
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
         return said + "for the same loss.", f"train at {settings}"
-    why = _failed(larger, s) if larger else "no larger batch can be tried"
-    return f"For {samples}, stay at {settings}: {why}.", f"stay at {base}"
+    assert larger is not None
+    return f"For {samples}, stay at {settings}: {_failed(larger, s)}.", f"stay at {base}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
@@ -161,9 +161,9 @@ def table(s: Summary) -> Table | None:
     if schedule and schedule.check:
         rows.append(row("growing", schedule.check))
     warmup = max(run.warmup_samples for run in s.checked)
-    title = f"{s.task}: {found.samples:,} {samples} from the initial weights"
+    title = f"{s.task}: whole trainings over {found.samples:,} {samples}"
     return Table(
-        title + f"; higher learning rates warmed up over the first {warmup:,}" * (warmup > 0),
+        title + f"; larger batches warmed up over the first {warmup:,}" * (warmup > 0),
         ("batch size", "learning rate", "steps", EXTRA.format(samples), "seeds", "verdict"),
         tuple(rows),
     )

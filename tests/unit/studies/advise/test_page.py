@@ -83,7 +83,7 @@ def test_the_whole_page(whole_page):  # noqa: F811
     assert tuple(charts_of(whole_page)) == ("scratch", "sizes")
     assert re.findall(r"<h2>(.*?)</h2>", whole_page) == [
         "Settings of the advised run",
-        "Trained from the initial weights",
+        "Whole trainings",
         "Critical batch size over training",
         "Every number",
         "What this cannot tell you",
@@ -146,7 +146,7 @@ def test_a_growing_batch_in_the_form_of_every_trainer(monkeypatch):
         ({"lr_rule": "constant"}, {}, "stays the same at every batch size, from 0.001"),
         ({}, {}, "has no warm-up and is constant then"),
         ({"warmup_samples": 64}, {}, "warms up over 64 sequences and is constant then"),
-        ({"lr_decay": "cosine"}, {}, "has a cosine decay. Runs from the initial weights have it"),
+        ({"lr_decay": "cosine"}, {}, "has a cosine decay. Whole trainings have it"),
         ({}, {}, "At every batch size, beta2 (0.99) and weight decay (0.01) stayed as in the task"),
         ({}, {"tune": True}, "the best of each batch size was searched"),
         ({}, {"keep_half_life": True}, "In samples, the half-lives of beta2 (0.99) and weight"),
