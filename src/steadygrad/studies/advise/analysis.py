@@ -106,7 +106,7 @@ class Evidence:
         """
         plan, samples, settings = self.plan, self.plan.samples, self.header.settings
         stays = settings.samples or settings.tune
-        while samples >= LEAST * plan.batch_size:
+        while samples:
             curves = [*self.curves(samples, 1.0, settings.tune).values()]
             ends = [(curve[0][1], curve[-1][1]) for curve in curves[: LOOKS[0]]]
             if len(ends) < LOOKS[0] or not np.isfinite(ends).all():
@@ -115,8 +115,9 @@ class Evidence:
             fall = math.fsum(map(abs, falls) if stays else falls)
             if fall > branches.ROUNDING * math.fsum(abs(first) for first, _ in ends):
                 break
-            samples = 0 if stays else samples // 2 // plan.batch_size * plan.batch_size
-        return samples if samples >= LEAST * plan.batch_size else 0
+            steps = samples // 2 // plan.batch_size
+            samples = 0 if stays or steps < LEAST else steps * plan.batch_size
+        return samples
 
     def curves(self, samples: int, rate: float, tuning: bool = False) -> Curves:
         """The smallest batch's losses at the lengths up to ``samples``, by seed."""
