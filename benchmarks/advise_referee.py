@@ -220,25 +220,14 @@ def truth_runs(name: str, samples: int, sizes: Mapping[int, int], seeds: int) ->
 
 
 def sizes_of(task, samples: int, studies: Sequence[dict]) -> dict[int, int]:
-    """Batch sizes of the sweep and those that studies checked, with the warm-up that they say.
-
-    A size that no study advised is warmed up as most of them say.
-    """
-    said = [s["recommendation"] for s in studies]
-    rows = [row for s in studies for row in checked(s)]
-    warmups = [row.get("warmup_samples") for row in [*said, *rows]]
-    common = Counter(filter(None, warmups)).most_common(1)
+    """Batch sizes of the sweep and those that studies checked, with the warm-up of most of them."""
+    rows = [row for s in studies for row in s["checked"]]
+    common = Counter(row["warmup_samples"] for row in rows).most_common(1)
     warmup = common[0][0] if common else 0
     most = min(len(task.train), samples // FEWEST_STEPS)
     swept = {int(task.batch_size * part) for part in MULTIPLES}
-    named = {row["batch_size"] for row in [*said, *rows] if row["batch_size"]}
-    every = {size for size in swept if size <= most} | named
+    every = {size for size in swept if size <= most} | {row["batch_size"] for row in rows}
     return {size: 0 if size == task.batch_size else warmup for size in sorted(every)}
-
-
-def checked(summary: dict) -> list[dict]:
-    """The constant batch sizes that a study trained from scratch."""
-    return [row for row in summary["checked"] if len(row.get("stages", [0])) == 1]
 
 
 def read_truth(name: str, samples: int, sizes: Mapping[int, int], seeds: int, folder: Path):
@@ -412,7 +401,7 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
                 "strictly": is_covered(row, truth[row["batch_size"]], ends, 0.0),
                 "width": np.ptp(np.clip([float(row["low"]), float(row["high"])], *ends)),
             }
-            for row in checked(summary)
+            for row in summary["checked"]
         ]
         rules_say = rules(truth, samples, noise_at_end(summary))
         rows.append(

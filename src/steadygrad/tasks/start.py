@@ -147,7 +147,7 @@ def fitting_optimizer(
 
 
 def check_optimizer_state(state: Mapping[Any, Any], made: Mapping[Any, Any]) -> None:
-    """Compares the names and shapes of an optimizer's state with what a step has made."""
+    """Compares an optimizer's state, by names and shapes, with one that a step has made."""
     # An optimizer that makes none, such as plain SGD, has no use for any.
     both = [one for one in made or state if one in state]
     own, found = (

@@ -1,4 +1,4 @@
-"""From results to what is known of each batch size: pure functions of the results."""
+"""Batch sizes and learning rates as the results show them: pure functions of the results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -174,7 +174,7 @@ class Evidence:
         return self.passed
 
     def rate(self, size: int) -> dict[float, Better]:
-        """What other learning rates do at a batch size, as far as it is known."""
+        """Other learning rates beside the rule's; those without a look are left out."""
         course = str(size)
         own = self.runs(course)
         found = {rate: better(self.runs(course, rate), own, self.own) for rate in RATES}

@@ -157,12 +157,10 @@ def verdict(others: Mapping[float, Better]) -> str:
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:
-    if not evidence.sizes:
-        return None
     least = evidence.constant or evidence.plan.batch_size
     above = (pairs for size, pairs in evidence.sizes.items() if size > least)
     pairs = next((pairs for pairs in above if not pairs.passed), None)
-    return schema.Larger(run=_checked(evidence, pairs) if pairs else None)
+    return schema.Larger(run=_checked(evidence, pairs)) if pairs else None
 
 
 def _flat(evidence: Evidence) -> schema.Flat | None:

@@ -160,7 +160,7 @@ class Better:
 
     @property
     def decided(self) -> bool:
-        """Whether more pairs would not change what is said of it."""
+        """Whether the verdict stays, whatever more pairs show."""
         return self.sure or self.never
 
 

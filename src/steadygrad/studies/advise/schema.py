@@ -334,9 +334,9 @@ class GoingOn(Finding, frozen=True, tag="going on"):
 
 
 class Larger(Finding, frozen=True, tag="larger"):
-    """The smallest larger batch that was trained and is not within the tolerance; None: none."""
+    """The smallest batch above the advised one that was trained and is not within the tolerance."""
 
-    run: Checked | None
+    run: Checked
 
 
 class Flat(Finding, frozen=True, tag="flat"):

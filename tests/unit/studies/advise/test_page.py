@@ -161,6 +161,17 @@ def test_what_it_says_of_the_task(task, settings, words):
     assert words in Reader(render(made_run(points=points, task=task, settings=settings))).text
 
 
+@quick
+def test_seeds_of_the_search_for_rates_are_no_pairs():
+    def edit(result):
+        again = isinstance(result, Scratch) and result.repeat == 2
+        return replace(result, repeat=64) if again else result
+
+    text = Reader(render(made_run(settings={"tune": True}, edit=edit))).text
+    count = len({run.repeat for run in made_run().select(Scratch)}) - 1
+    assert f"Whole trainings have {count} seeds, and the search" in text
+
+
 def flat(point):
     """The validation loss does not fall along the branches of a point."""
 

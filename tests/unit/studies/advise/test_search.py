@@ -213,6 +213,14 @@ def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, loss):
     found = studied(header, losses=lambda s: loss, sigma=0.0, lengths=30)
     evidence = Evidence(header, Results(found))
     assert (evidence.length, evidence.sizes, evidence.constant) == (0, {}, None)
+    # It is not shorter first, as without a length of the user's own.
+    assert {run.samples for run in found if isinstance(run, Scratch)} == {LENGTH}
+
+
+def test_of_equal_losses_the_rules_rate_counts():
+    header = make_header(settings={"tune": True})
+    runs = [scratch(8, i, rate=2.0**k) for i in range(64, 67) for k in (-1, 0, 1)]
+    assert Evidence(header, Results(runs)).tuned("8") == 1.0
 
 
 def test_sizes_below_those_whose_seeds_are_used_up_are_tried():

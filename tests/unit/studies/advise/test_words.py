@@ -39,7 +39,7 @@ def advised(summary, size, *checked, larger=None, **fields) -> Summary:
     """The summary with one advice, and what was trained."""
     settings = {"batch_size": size, "lr": 0.00122, "samples": 4096}
     found = schema.Recommendation(**{**settings, **fields})
-    findings = (found, schema.Larger(run=larger))
+    findings = (found, *([schema.Larger(run=larger)] if larger else []))
     return replace(summary, recommendation=found, findings=findings, checked=checked, rates=())
 
 
