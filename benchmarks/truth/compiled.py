@@ -111,9 +111,6 @@ class CompiledTrainer:
             self.steps += 1
             yield reached + batch_size
 
-    def take_losses(self) -> list[float]:
-        return [0.0]  # training losses enter no advice
-
     def evaluate(self) -> float:
         with np.errstate(all="ignore"):
             loss = float(self.world.loss(self.weights))

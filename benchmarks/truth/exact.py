@@ -114,14 +114,12 @@ def expected_curve(
     batch_size: int,
     lr: float,
     n_steps: int,
-    every: int = 1,
     *,
     replicas: int = REPLICAS,
 ) -> Curve:
-    """The expected loss after every ``every`` steps at one batch size."""
+    """The expected loss after every step at one batch size."""
     batches = np.full(n_steps, batch_size, dtype=np.int64)
-    curve = _curve(world, start, batches, np.full(n_steps, float(lr)), replicas)
-    return Curve(*(part[::every] for part in vars(curve).values()))
+    return _curve(world, start, batches, np.full(n_steps, float(lr)), replicas)
 
 
 def _curve(

@@ -115,7 +115,7 @@ print(f"batch size {best.batch_size}, learning rate {best.lr:.3g}, over {best.sa
 #
 # At each point of training the study stops, and trains on from there at several batch sizes over
 # the same images. A dot is the loss on unseen images at the end of one branch; repeats have other
-# orders of the data. A batch size above the dashed line needs more than the tolerated images.
+# orders of the data. A batch size right of the dashed line needs more than the tolerated images.
 
 plan = run.header.plan
 points = [point for point in result.summary.points if point.critical]
@@ -132,7 +132,7 @@ for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
     for size in sizes:
         axis.plot([size] * len(ends[size]), ends[size], "o", color="C0", alpha=0.5)
     if point.resolved:
-        axis.axhline(point.critical.level, color="0.4", linestyle="--", label="tolerated")
+        axis.axvline(point.critical.value, color="0.4", linestyle="--", label="tolerated")
         axis.legend(frameon=False)
     axis.set(xscale="log", xlabel="batch size", ylabel="loss, unseen images")
     axis.set_title(f"from {point.samples:,} images on")

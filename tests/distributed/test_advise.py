@@ -160,7 +160,7 @@ def test_two_processes_go_on_where_they_stopped(tmp_path, sharding):
     options = {"factory": "shared", "sharding": sharding}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     on_ranks(tmp_path / "a", 2, study, str(whole), **options)
-    on_ranks(tmp_path / "b", 2, stopped, str(cut), 2150, **options)
+    on_ranks(tmp_path / "b", 2, stopped, str(cut), 2850, **options)
     assert read_run(cut).summary["status"] == "budget"
     assert 5 < len(lines(cut)) < len(lines(whole))
     # Without its checkpoints: both ranks train the point again.

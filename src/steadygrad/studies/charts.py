@@ -4,16 +4,15 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from markupsafe import Markup
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator
 
 from steadygrad.studies.text import clean, short, size
 
@@ -118,20 +117,6 @@ def cross(axes: Axes, x: float) -> None:
     """Marks a run that diverged, at the upper edge."""
     where = axes.get_xaxis_transform()
     axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
-
-
-def losses(axes: Axes, found: Mapping[Any, Sequence[float]], diverged: float = math.inf) -> None:
-    """Draws losses by place: dots, a line through their means, crosses for runs that diverged."""
-    axes.set_xlim(min(found) / 1.4, max(found) * 1.4)
-    means = {}
-    for place, some in found.items():
-        if place >= diverged or not all(map(math.isfinite, some)):
-            cross(axes, place)
-        else:
-            dots(axes, place, some, size=6)
-            means[place] = sum(some) / len(some)
-    axes.plot(list(means), list(means.values()), color=CRITICAL, linewidth=1.4, zorder=1.5)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
 def samples_axis(axes: Axes, low: float, high: float, sample: str, *, narrow: bool) -> None:

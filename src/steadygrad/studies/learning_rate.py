@@ -23,7 +23,7 @@ class Rate:
     Attributes:
         batch_size: Batch size that the task's rule scales the rate to; None: the task's own.
         factor: What the scaled rate is multiplied by.
-        warmup_samples: Samples over which the rate rises from the task's own.
+        warmup_samples: Samples over which the rate rises from ``start`` times the task's own.
         total: Samples of the whole run, for a task whose rate decays; 0: it does not.
     """
 
@@ -31,6 +31,7 @@ class Rate:
     factor: float = 1.0
     warmup_samples: int = 0
     total: int = 0
+    start: float = 1.0
 
 
 class RateSetter:
@@ -57,7 +58,7 @@ class RateSetter:
         size = rate.batch_size or task.batch_size
         factor = rate.factor * learning_rate(1.0, size, task.batch_size, task.lr_rule)
         if seen < rate.warmup_samples:
-            factor = 1.0 + (factor - 1.0) * seen / rate.warmup_samples
+            factor = rate.start + (factor - rate.start) * seen / rate.warmup_samples
         course = task.lr_factor(seen, rate.total or ENDLESS)
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             lr = options["lr"] * factor * course
@@ -65,7 +66,7 @@ class RateSetter:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-            if self._keep_half_life and size != task.batch_size:
+            if self._keep_half_life and (size, factor) != (task.batch_size, 1.0):
                 _keep_half_life(group, options, size / task.batch_size, factor)
 
 

@@ -33,7 +33,7 @@ def next_look(pairs: int, most: int = LOOKS[-1]) -> int:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known of the differences' variance beside the differences.
+    """A variance of the differences that comes from elsewhere.
 
     ``freedom``: the degrees of freedom that it counts for.
 

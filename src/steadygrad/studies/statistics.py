@@ -75,13 +75,11 @@ class Variances:
     Attributes:
         rows: Variance of one loss of each row, shape ``(K,)``.
         freedom: Degrees of freedom of each; 0 where nothing can be estimated.
-        pooled: Mean variance of a row.
         common: Variance of a repeat's effect on the mean of all rows, over the repeats.
     """
 
     rows: Floats
     freedom: float
-    pooled: float
     common: float
 
     def draw(self, generator: np.random.Generator, count: int, repeats: int) -> Floats:
@@ -116,7 +114,7 @@ def residual_variances(table: Floats) -> Variances:
     """
     count, repeats = table.shape
     if count < 2 or repeats < 2:
-        return Variances(np.zeros(count), 0.0, 0.0, 0.0)
+        return Variances(np.zeros(count), 0.0, 0.0)
     centred = table - table.mean(1, keepdims=True)
     columns = centred.mean(0)
     own = ((centred - columns) ** 2).sum(1) / ((repeats - 1) * (1 - 1 / count))
@@ -125,4 +123,4 @@ def residual_variances(table: Floats) -> Variances:
     rows = ((repeats - 1) * own + PRIOR_FREEDOM * pooled) / freedom
     most = float((count - 1) * (repeats - 1))
     common = float((columns**2).sum() / (repeats - 1))
-    return Variances(rows, min(freedom, most), pooled, common)
+    return Variances(rows, min(freedom, most), common)

@@ -147,10 +147,12 @@ def fitting_optimizer(
 
 
 def check_optimizer_state(state: Mapping[Any, Any], made: Mapping[Any, Any]) -> None:
-    """Compares the names and shapes of an optimizer's state with what a step has made."""
-    both = [one for one in made if one in state]
+    """Compares an optimizer's state, by names and shapes, with one that a step has made."""
+    # An optimizer that makes none, such as plain SGD, has no use for any.
+    both = [one for one in made or state if one in state]
     own, found = (
-        {f"{n} of {one}": x for one in both for n, x in s[one].items()} for s in (made, state)
+        {f"{n} of {one}": x for one in both for n, x in s.get(one, {}).items()}
+        for s in (made, state)
     )
     _check(own, found, "the state of the optimizer that Task.make_optimizer makes")
 

@@ -66,7 +66,9 @@ MOST = {"inspect": 104, "advise": 122, "compare": 118, "ab": 55}
 @pytest.mark.slow
 @pytest.mark.parametrize("study", MOST)
 def test_a_study_loads_few_modules_and_none_of_another(study, tmp_path):
-    fast = {"inspect": ["--steps", "16"], "ab": ["--pairs", "1"]}.get(study, ["--budget", "2m"])
+    # A budget that a slow machine keeps as well; the lengths say how much is trained.
+    short = ["--samples", "256", "--seeds", "3", "--budget", "10m"]
+    fast = {"inspect": ["--steps", "16"], "ab": ["--pairs", "1"]}.get(study, short)
     arguments = [tiny(), *fast, *PLAIN, "--out", str(tmp_path / "run")]
     ours, extras = loaded(study, *arguments)
     others = {name for name in MOST if name != study}

@@ -51,6 +51,8 @@ def test_generators_and_threads_are_left_as_they_were(tmp_path):
 
 
 def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys):
+    # A shell's background job begins with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, tasks, killed = tmp_path / "run", [make_task(), make_task()], []
     whole = steadygrad.advise(make_task(), out=tmp_path / "whole", **PLAIN)
 

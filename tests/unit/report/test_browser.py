@@ -104,15 +104,15 @@ def assert_well_shown(look: Look, charts: int) -> None:
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mode: str):
     look = Look(whole_page, tmp_path, *([DARK] if mode == "dark" else []))
-    assert_well_shown(look, charts=4)
+    assert_well_shown(look, charts=2)
     # The verdicts are its last column.
     assert 300 < look.phone["answer"] <= 390
     assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
 
 
-@pytest.mark.parametrize(("points", "charts"), [(0, 0), (1, 1), (2, 2)])
-def test_partial_page(make_run: Any, tmp_path: Path, points: int, charts: int):
-    assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts)
+@pytest.mark.parametrize("points", [0, 1, 2])
+def test_partial_page(make_run: Any, tmp_path: Path, points: int):
+    assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts=0)
 
 
 def test_hostile_names_run_nothing_and_do_not_widen_the_page(
@@ -125,7 +125,7 @@ def test_hostile_names_run_nothing_and_do_not_widen_the_page(
     monkeypatch.setattr("steadygrad.studies.page.summarize", change)
     task = {"name": script + "x" * 300, "sample": script, "provenance": {"y" * 99: "y" * 3000}}
     look = Look(render(make_run(task=task)), tmp_path)
-    assert_well_shown(look, charts=4)
+    assert_well_shown(look, charts=2)
     assert look.desk["title"].startswith("<img src=x")
 
 

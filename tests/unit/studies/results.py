@@ -83,8 +83,8 @@ def make_header(
 
 def make_point(point: int = 0, **fields: Any) -> Point:
     samples = PLAN.points[point]
-    rest = {"training": ((samples, 1.2),), "valid_loss": 1.0}
-    return Point(**{"point": point, "samples": samples, "steps": samples // 4, **rest, **fields})
+    rest = {"steps": samples // 4, "valid_loss": 1.0}
+    return Point(**{"point": point, "samples": samples, **rest, **fields})
 
 
 def make_noise(point: int = 0, **fields: Any) -> Noise:

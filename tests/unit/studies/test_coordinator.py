@@ -26,7 +26,7 @@ from tests.unit.studies.results import make_header
 
 def point(number, loss=None):
     loss = float(number) if loss is None else loss
-    return Point(point=number, samples=1, steps=1, valid_loss=loss, training=())
+    return Point(point=number, samples=1, steps=1, valid_loss=loss)
 
 
 def job(number, loss=None):

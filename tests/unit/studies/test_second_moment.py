@@ -51,6 +51,16 @@ def test_the_second_of_two_betas_keeps_its_half_life(kind):
     assert optimizer.param_groups[0]["betas"] == pytest.approx((beta1, beta2**4), rel=1e-12)
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_weight_decay_keeps_its_half_life_at_any_rate(multiple):
+    optimizer, task = stepped(torch.optim.AdamW), make_task(lr_rule="constant")
+    (group,) = optimizer.param_groups
+    halved = group["lr"] * group["weight_decay"]
+    RateSetter(optimizer, task, True)(Rate(multiple * task.batch_size, factor=8.0))
+    assert group["lr"] == pytest.approx(8e-3)
+    assert group["lr"] * group["weight_decay"] == pytest.approx(multiple * halved)
+
+
 @pytest.mark.parametrize("kind", [Lion, Three])
 def test_other_betas_are_refused_where_it_is_asked_for(kind):
     optimizer = stepped(kind)

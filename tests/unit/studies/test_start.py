@@ -252,6 +252,12 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, save, make, found):
     assert "\n" not in text
 
 
+def test_a_state_that_the_optimizer_has_no_use_for_is_refused(tmp_path):
+    trainer = begun(tmp_path / "saved", plain, Training(AdamW), make_optimizer=SGD)
+    with pytest.raises(InputError, match=r"Task.start .* 12 names or shapes .* 'step of 0'"):
+        trainer.check_task()
+
+
 def test_another_checkpoint_is_another_study(tmp_path):
     trainer, path = begun(tmp_path / "saved"), tmp_path / "saved"
     assert trainer.start_digest == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -153,7 +153,7 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypat
     def hungry(plan, place, samples):
         sizes.append(place.trainer.micro_batch_size)
         place.trainer.backward(torch.arange(samples))
-        return Point(point=0, samples=4, steps=1, valid_loss=1.0, training=())
+        return Point(point=0, samples=4, steps=1, valid_loss=1.0)
 
     monkeypatch.setitem(TRIALS, "point", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
@@ -287,6 +287,8 @@ def test_the_rate_follows_the_rule_and_warms_up_from_the_tasks_own():
     for seen, factor in ((0, 1.0), (50, 1.5), (100, 2.0), (1000, 2.0)):
         trainer.set_rate(Rate(batch_size=16, warmup_samples=100), seen)
         assert rate_of(trainer) == pytest.approx(0.001 * factor)
+    trainer.set_rate(Rate(batch_size=16, warmup_samples=100, start=0.0), 25)
+    assert rate_of(trainer) == pytest.approx(0.001 * 0.5)
 
 
 def test_the_tasks_own_warm_up_and_decay():

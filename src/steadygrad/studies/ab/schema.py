@@ -11,7 +11,7 @@ from steadygrad.studies.schema import Count, Positive
 
 EXAMPLE = "steadygrad ab --metric loss -- 'python a.py --seed {seed}' 'python b.py --seed {seed}'"
 TASK = (
-    "Tasks, built-in or path/file.py:make_task; functions of a seed, path/file.py:train; or, with "
+    "Tasks (built-in, path/file.py:make_task), functions of a seed (path/file.py:train) or, with "
     "--metric, commands with {seed}. A alone is compared with itself: what differences are noise."
 )
 METRIC = "Of commands: a regular expression with a group (last match), or a key of lines of JSON."

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, start_up
+from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import make_trainer
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import BUILT_IN, Task, TensorSamples, guarded, load_function, load_task
+from steadygrad.tasks.start import digest_of
 
 # Most pairs, those of A with itself, and most passes over the data, where no setting says them.
 MOST, ITSELF, EPOCHS = 100, 12, 10
@@ -57,13 +57,17 @@ STAND_IN: Mapping[str, Any] = {
 
 def arms_of(arms: Sequence[Arm]) -> Arms:
     """Tasks, or commands and functions, as one task; a single one twice."""
-    arms = tuple(arms) * (2 if len(arms) == 1 else 1)
     tasks = [arm for arm in arms if isinstance(arm, Task)]
     if tasks and len(tasks) < len(arms):
         raise InputError(
             f"Expected tasks only, or none. Found {len(tasks)} of {len(arms)}. Remedy: functions."
         )
-    return Arms(**(vars(tasks[0]) if tasks else STAND_IN), arms=arms)
+    given = dict(vars(tasks[0]) if tasks else STAND_IN)
+    for number, task in enumerate(tasks[1:], start=1):  # a resume compares them with the record's
+        own = task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
+        more = {f"B{number}: {name}": value for name, value in own.items()}
+        given["provenance"] = given["provenance"] | more
+    return Arms(**given, arms=tuple(arms) * (2 if len(arms) == 1 else 1))
 
 
 def load(settings: Settings, files: Mapping[str, str]) -> Arms:
@@ -128,17 +132,14 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
             # AB, BA: a machine that warms up, or slows down, favours none.
             turn = pair % len(arms)
             for arm in arms[turn:] + arms[:turn]:
-                what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
-                found.append(Trial(("run", arm, pair), plan.cost, job, what))
+                job = {"kind": "run", "arm": arm, "pair": pair}
+                what = f"{evidence.names[arm]}, pair {pair + 1}"
+                found.append(Trial(("run", arm, pair), plan.cost, lambda _, job=job: job, what))
         whole = evidence.there[arms, start:stop].all()
         arms = [arm for arm in arms if arm == 0 or not evidence.course(arm).decided[:stop].any()]
         if not whole or len(arms) == 1 or stop == plan.pairs:
             return found
         start, stop = stop, min(plan.pairs, stop + plan.ahead)
-
-
-def _job(arm: int, pair: int, results: Results) -> Job:
-    return {"kind": "run", "arm": arm, "pair": pair}
 
 
 def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
@@ -147,8 +148,7 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
     own, settings, context = task.arms[arm], place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
     number = pair + 1000 * plan.arms[:arm].count(plan.arms[arm])
-    seed, value, failure = settings.seed + number, math.nan, ""
-    took: dict[str, int] = {}
+    seed, value, failure, took = settings.seed + number, math.nan, "", dict[str, int]()
     try:
         if isinstance(own, Task):
             value = _trained(place, own, arm, number)

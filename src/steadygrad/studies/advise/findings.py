@@ -1,6 +1,7 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -8,8 +9,8 @@ from msgspec.structs import replace
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, Evidence
-from steadygrad.studies.advise.pairs import Pairs
-from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES
+from steadygrad.studies.advise.pairs import Better, Pairs
+from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES, lengths_of
 from steadygrad.studies.advise.schema import (
     Checked,
     Header,
@@ -46,7 +47,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         task=header.task.name,
         sample=header.task.sample,
         batch_size=plan.batch_size,
-        lr=evidence.task.lr,
+        lr=evidence.task.lr * (evidence.tuned(evidence.base) or 1.0),
         tolerance=evidence.tolerance,
         findings=tuple(finding for finding in findings if finding is not None),
         recommendation=recommendation,
@@ -69,13 +70,14 @@ def _recommendation(evidence: Evidence) -> Recommendation:
         minutes = _minutes(evidence)
         return Recommendation(why="undecided", samples=evidence.length, minutes=minutes)
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    at = base if evidence.header.settings.keep_half_life else size
-    decay = 0.0 if task.optimizer in COUPLED else evidence.lr(at) * (task.weight_decay or 0.0)
+    lr = evidence.lr(size) * (evidence.tuned(str(size)) or 1.0)
+    at, rate = (base, task.lr) if evidence.header.settings.keep_half_life else (size, lr)
+    decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
     overhead, low, high = evidence.sizes[size].overheads if size > base else (None,) * 3
     return Recommendation(
         batch_size=size,
-        lr=evidence.lr(size),
+        lr=lr,
         warmup_samples=0 if size == base else evidence.warmup_samples,
         samples=evidence.length,
         overhead=overhead,
@@ -88,11 +90,13 @@ def _recommendation(evidence: Evidence) -> Recommendation:
 
 def _minutes(evidence: Evidence) -> float:
     """Time for the pairs that would decide over the size that needs the fewest."""
-    sizes = evidence.sizes.values()
-    open_ = (pairs for pairs in sizes if not (pairs.passed or pairs.failed))
+    sizes, most = evidence.sizes.items(), evidence.failed or math.inf
+    open_ = (pairs for size, pairs in sizes if size < most and not pairs.passed)
     missing = min((pairs.needed - len(pairs) for pairs in open_), default=LOOKS[0])
+    decays = evidence.task.lr_decay != "none"
+    own = sum(lengths_of(evidence.length, evidence.tolerance)) if decays else evidence.length
     # The other searches take their parts as well.
-    samples = 2 * missing * evidence.length / (1 - BRANCHES - OTHER_RATES)
+    samples = missing * (own + evidence.length) / (1 - BRANCHES - OTHER_RATES)
     speed = evidence.plan.samples_per_second * evidence.header.runtime.workers
     return samples / speed / 60
 
@@ -122,10 +126,6 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
         known = evidence.rate(size) if size else {}
         if size is None or len(known) < len(RATES):
             continue
-        better = [rate for rate, other in known.items() if other.sure]
-        fits = all(other.never for other in known.values())
-        # Where both are better, nothing is known of the best.
-        verdict = ("low" if better[0] > 1 else "high") if len(better) == 1 else "fits" * fits
         others = tuple(
             schema.OtherRate(
                 lr=evidence.lr(size) * rate,
@@ -138,7 +138,7 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
         )
         found.append(
             schema.RateVerdict(
-                verdict="" if len(better) > 1 else verdict,
+                verdict=verdict(known),
                 batch_size=size,
                 lr=evidence.lr(size),
                 samples=evidence.length,
@@ -148,21 +148,19 @@ def _rates(evidence: Evidence) -> tuple[schema.RateVerdict, ...]:
     return tuple(found)
 
 
-def _fall(evidence: Evidence, points: list[int]) -> str:
-    """The fall of the smallest batch's loss along branches that tell of no batch size."""
-    if {p.point for p in evidence.results.select(Point) if not p.valid_loss}.issuperset(points):
-        return "zero"
-    falls = any(not evidence.criticals[i].fall <= 0 for i in points)
-    return "slightly" if falls else "flat"
+def verdict(others: Mapping[float, Better]) -> str:
+    """Of a learning rate beside others; empty where it is not known, or both are better."""
+    better = [rate for rate, other in others.items() if other.sure]
+    if len(better) == 1:
+        return "low" if better[0] > 1 else "high"
+    return "fits" if all(other.never for other in others.values()) else ""
 
 
 def _larger(evidence: Evidence) -> schema.Larger | None:
-    if not evidence.sizes:
-        return None
     least = evidence.constant or evidence.plan.batch_size
     above = (pairs for size, pairs in evidence.sizes.items() if size > least)
     pairs = next((pairs for pairs in above if not pairs.passed), None)
-    return schema.Larger(run=_checked(evidence, pairs) if pairs else None)
+    return schema.Larger(run=_checked(evidence, pairs)) if pairs else None
 
 
 def _flat(evidence: Evidence) -> schema.Flat | None:
@@ -171,7 +169,7 @@ def _flat(evidence: Evidence) -> schema.Flat | None:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
     epochs = seen[-1] / evidence.task.train_size
-    return schema.Flat(points=seen, epochs=epochs, how=_fall(evidence, flat))
+    return schema.Flat(points=seen, epochs=epochs)
 
 
 def _schedule(evidence: Evidence) -> schema.Schedule | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,62 +11,33 @@ from matplotlib.figure import Figure
 
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.studies import charts
-from steadygrad.studies.advise.analysis import Evidence
-from steadygrad.studies.advise.schema import Branch, Critical, Noise, Point, Scratch, Summary
+from steadygrad.studies.advise.analysis import TUNING, Evidence
+from steadygrad.studies.advise.schema import Branch, Measured, Scratch, Summary
 from steadygrad.studies.charts import BAND, CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.sequential import interval
-from steadygrad.studies.text import plural, show, size
-
-
-class Spot(NamedTuple):
-    """A point of training; ``diverged``: the smallest batch size that did, infinite if none."""
-
-    point: Point
-    noise: Noise | None
-    branches: dict[int, list[Branch]]  # by batch size, ascending, one for each repeat
-    critical: Critical | None
-    resolved: bool
-    diverged: float
+from steadygrad.studies.text import plural, size
 
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
-    task = run.header.task
-    spots, samples = _spots(run, found), plural(task.sample)
+    task, samples = run.header.task, plural(run.header.task.sample)
     runs = sorted(run.select(Scratch), key=lambda run: (run.batch_size, run.key))
-    resolved = any(spot.resolved for spot in spots)
+    # The repeats of each batch size.
+    branches: dict[tuple[int, int], list[Branch]] = {}
+    for branch in sorted(run.select(Branch), key=lambda branch: branch.key):
+        branches.setdefault((branch.point, branch.batch_size), []).append(branch)
+    resolved = found and any(point.resolved for point in found.points)
     return {
         "found": found,
         "samples": samples,
-        "spots": spots,
         "runs": runs,
-        "seeds": len({each.repeat for each in runs}),
-        "sizes": sorted({size for spot in spots for size in spot.branches}),
+        "seeds": len({each.repeat for each in runs if each.repeat not in TUNING}),
+        "branches": [branches[key] for key in sorted(branches)],
         "forms": _forms(found, task.tokens_per_sample),
-        "scratch": _scratch(run, found, samples) if found else None,
-        "over_training": _over_training(spots, found, samples) if found and resolved else None,
-        "panels": [_panel(i, spot, samples) for i, spot in enumerate(spots) if spot.branches],
+        "scratch": _scratch(run, found) if found else None,
+        "over_training": _over_training(found, samples) if found and resolved else None,
     }
-
-
-def _spots(run: Run, found: Summary | None) -> list[Spot]:
-    # The summary of an unfinished study is older than the results.
-    rows = {row.samples: row for row in found.points} if found else {}
-    spots = []
-    for point in run.select(Point):
-        own = [branch for branch in run.select(Branch) if branch.point == point.point]
-        branches: dict[int, list[Branch]] = {}
-        for branch in sorted(own, key=lambda branch: (branch.batch_size, branch.repeat)):
-            branches.setdefault(branch.batch_size, []).append(branch)
-        row = rows.get(point.samples)
-        critical, resolved = (row.critical, row.resolved) if row else (None, False)
-        lost = [branch.batch_size for branch in own if math.isinf(branch.loss)]
-        if critical and resolved and critical.diverged:
-            lost.append(critical.diverged)
-        noise, least = run.results.get(Noise, point.point), min(lost, default=math.inf)
-        spots.append(Spot(point, noise, branches, critical, resolved, least))
-    return spots
 
 
 def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
@@ -85,7 +55,7 @@ def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
     return [(name, text) for name, text in forms if text]
 
 
-def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
+def _scratch(run: Run, found: Summary) -> Markup | None:
     """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
     evidence = Evidence(run.header, run.results)
     if not evidence.sizes:
@@ -113,47 +83,38 @@ def _scratch(run: Run, found: Summary, samples: str) -> Markup | None:
     return charts.chart("scratch", spoken, paint, height=300)
 
 
-def _over_training(spots: list[Spot], found: Summary, samples: str) -> Markup:
-    """The critical batch size at each point, and the batch sizes that are advised."""
-    advised = found.recommendation.batch_size or math.nan
-    stages = [(0, advised)]
-    if found.schedule:
-        stages = [(stage.from_samples, stage.batch_size) for stage in found.schedule.stages]
-    drawn = [found.batch_size, advised, *(batch_size for _, batch_size in stages)]
-    for spot in spots:
-        drawn += [*spot.branches, spot.diverged]
-        if c := spot.critical:
-            drawn += [c.value, c.low, c.high, c.beyond]
+def _over_training(found: Summary, samples: str) -> Markup:
+    """The critical batch size at each point."""
+    drawn: list[float] = [found.batch_size]
+    for point in found.points:
+        if c := point.critical:
+            drawn += [*c.sizes, c.value, c.low, c.high, c.beyond]
     # Open intervals reach beyond the chart.
     logs = [math.log2(value) for value in drawn if 0 < value < math.inf]
     low, high = min(logs) - 0.6, max(logs) + 0.8
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes, xs = figure.subplots(), [spot.point.samples for spot in spots]
+        axes, xs = figure.subplots(), [point.samples for point in found.points]
         left, right = min(xs) / 1.6, max(xs) * 1.25
         charts.samples_axis(axes, left, right, samples, narrow=narrow)
         ticks = [2.0**octave for octave in range(math.ceil(low), math.floor(high) + 1)]
         charts.octaves_axis(axes, "y", ticks)
         axes.set_ylim(2**low, 2**high)
         axes.set_ylabel(f"batch size ({charts.label(samples)})")
-        steps = [(max(at, left), batch_size) for at, batch_size in stages]
-        steps.append((right, stages[-1][1]))
-        line = axes.step(*zip(*steps, strict=True), where="post", color=SCHEDULE, linewidth=5)
-        line[0].set(alpha=0.45, zorder=1)
-        for spot in spots:
-            _draw_spot(axes, spot)
-        known = [(s.point.samples, s.critical.value) for s in spots if s.resolved and s.critical]
+        for point in found.points:
+            _draw_point(axes, point)
+        known = [(point.samples, point.critical.value) for point in found.points if point.critical]
         axes.plot(*zip(*known, strict=True), color=CRITICAL, linewidth=1.2, zorder=3)
 
     spoken = "Critical batch size with its bracket and interval at each point of training."
     return charts.chart("sizes", spoken, paint, height=350)
 
 
-def _draw_spot(axes: Axes, spot: Spot) -> None:
-    x, critical, (bottom, top) = spot.point.samples, spot.critical, axes.get_ylim()
-    if math.isfinite(spot.diverged):
-        axes.plot([x], [spot.diverged], "x", color=NOISE, mew=2, ms=8, zorder=4)
-    if critical is None or not spot.resolved:
+def _draw_point(axes: Axes, point: Measured) -> None:
+    x, critical, (bottom, top) = point.samples, point.critical, axes.get_ylim()
+    if critical and critical.diverged:
+        axes.plot([x], [critical.diverged], "x", color=NOISE, mew=2, ms=8, zorder=4)
+    if critical is None or not critical.resolved:
         text = "not measured " if critical is None else "not determined "
         axes.axvline(x, color=SCHEDULE, linewidth=1, linestyle=(0, (2, 3)))
         axes.text(x, bottom * 1.1, text, rotation=90, ha="right", color=MUTED)
@@ -166,23 +127,3 @@ def _draw_spot(axes: Axes, spot: Spot) -> None:
         if end in (bottom, top):
             axes.plot([x], [end], marker, color=CRITICAL, ms=7, clip_on=False)
     charts.dots(axes, x, [critical.value])
-
-
-def _panel(number: int, spot: Spot, samples: str) -> tuple[str, Markup]:
-    """Losses of the branches from a point over batch size, with their title."""
-    losses = {b: [branch.loss for branch in runs] for b, runs in spot.branches.items()}
-
-    def paint(figure: Figure, _: bool) -> None:
-        axes, critical = figure.subplots(), spot.critical
-        charts.octaves_axis(axes, "x", list(losses))
-        charts.losses(axes, losses, spot.diverged)
-        if critical and spot.resolved:
-            axes.axhline(critical.level, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-            end = min(critical.beyond, axes.get_xlim()[1])
-            axes.axvspan(critical.within, end, color=BAND, zorder=0, linewidth=0)
-        axes.set_xlabel("batch size")
-
-    unknown = ": not determined" if spot.critical and not spot.resolved else ""
-    title = f"after {show(spot.point.samples)} {samples}{unknown}"
-    spoken = f"Validation loss at the end of each branch over its batch size, {title}."
-    return title, charts.panel(f"branches{number}", spoken, paint)

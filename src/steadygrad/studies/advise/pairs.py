@@ -160,18 +160,18 @@ class Better:
 
     @property
     def decided(self) -> bool:
-        """Whether more pairs would not change what is said of it."""
+        """Whether the verdict stays, whatever more pairs show."""
         return self.sure or self.never
 
 
-def better(own: Sequence[Scratch], others: Sequence[Scratch], base: Curves) -> Better | None:
-    """Compares runs at another rate with others of the same seeds; None before the first look."""
-    finals = {run.repeat: run.loss for run in others if run.repeat in base}
-    both = {run.repeat: run.loss for run in own if run.repeat in finals}
-    seeds = sorted(both)[: looked(len(both))]
+def better(tried: Sequence[Scratch], own: Sequence[Scratch], base: Curves) -> Better | None:
+    """Compares runs at another rate with those at the own one; None before the first look."""
+    finals = {run.repeat: run.loss for run in own if run.repeat in base}
+    others = {run.repeat: run.loss for run in tried if run.repeat in finals}
+    seeds = sorted(others)[: looked(len(others))]
     if not seeds:
         return None
-    apart = np.array([both[seed] - finals[seed] for seed in seeds])
+    apart = np.array([others[seed] - finals[seed] for seed in seeds])
     if not np.isfinite(apart).all():
         return Better(len(seeds), np.inf, np.inf, np.inf, sure=False, never=True)
     # The smallest batch's fall over the last of the tolerated samples.

@@ -23,6 +23,8 @@ MIN_STEPS = 16
 LEAST = 64
 # Trainings that a study should have time for, by multiple of the smallest batch.
 RUNS = {1: 28, 4: 24, 16: 12}
+# Octaves around the rule's learning rate that are searched first.
+NEAR = (-1, 0, 1)
 # Pairs of the sizes between passing and failing for which that is reckoned.
 PAIRS = 12
 # The part of the work that branches may take, and another rates.
@@ -53,6 +55,7 @@ def make_plan(
     seeds: int = 0,
     tolerance: float = 0.2,
     decays: bool = False,
+    tune: bool = False,
 ) -> Plan:
     """Chooses the length of training so that its batch sizes can be told apart in the budget.
 
@@ -67,6 +70,7 @@ def make_plan(
         seeds: Most seeds of a batch size. Default: as many as there is time for.
         tolerance: Extra samples that are acceptable, as a fraction.
         decays: Whether the learning rate falls, so that each length takes a training of its own.
+        tune: Whether the learning rates are searched, which takes three times the trainings.
 
     Raises:
         InputError: If the budget gives no answer, or there are too few samples.
@@ -87,15 +91,16 @@ def make_plan(
     lengths = sum(1 / (1 + times * tolerance) for times in LENGTHS) if decays else 1.0
     runs = {**RUNS, 1: RUNS[1] + PAIRS * (lengths - 1)}
     own, largest = seconds[1], seconds[max(seconds)]
-    one = sum(count * seconds.get(multiple, largest) for multiple, count in runs.items())
+    times = 1 + 2 * tune
+    one = times * sum(n * seconds.get(multiple, largest) for multiple, n in runs.items())
     marks = 1 if decays else END_MARKS
-    rest = evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
+    rest = times * evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
     time = workers * max(0.0, budget - start_up(workers)) * (1 - BRANCHES)
     found = (time - rest) / one
     if found < FEW * batch_size:
         found = min(FEW * batch_size, 2.5 * max(0.0, time - rest / 2.5) / one)
     # Three seeds at two sizes.
-    first = 3 * (lengths + 1) * own
+    first = 3 * (lengths + 1) * own * (1 + len(NEAR) * tune)
     short = found < least if not samples else samples * first > time
     if short:
         need = samples * first if samples else (least * one + rest) / 2.5

@@ -15,9 +15,8 @@ KEEP = (
     "Keep the half-life of Adam's second moment and of the weight decay in samples, whatever the "
     "batch size."
 )
-# An overhead of a branch that stands for itself and more: its curve begins at a quarter.
-CAP = 3.0
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
+TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = "Most seeds of each batch size, 3 to 64. 0 or auto: as many as the budget allows."
 
 Curve = tuple[tuple[Count, float], ...]
@@ -36,6 +35,7 @@ class Settings(schema.CommonSettings):
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
+    tune: Annotated[bool, Meta(description=TUNE)] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,18 +79,13 @@ class Header(schema.Header, frozen=True, kw_only=True):
 
 
 class Point(Result, frozen=True, tag="point"):
-    """The main trajectory has reached a point of training.
-
-    Attributes:
-        training: Samples seen and mean training loss of stretches since the point before.
-    """
+    """The main trajectory has reached a point of training."""
 
     key_fields = ("point",)
     point: Count
     samples: Positive
     steps: Count
     valid_loss: float
-    training: Curve
 
 
 class Noise(Result, frozen=True, tag="noise"):
@@ -145,7 +140,6 @@ class Scratch(Result, frozen=True, tag="scratch"):
         course: Batch size, or sizes, as ``plan.course_of`` names them.
         repeat: Number of the seed.
         rate: Learning rate over the one that the task's rule gives for the batch size.
-        samples: Length of the training.
         batch_size: The last one, in samples.
         warmup_samples: Samples over which the learning rate rises from the task's own.
         place: Samples that ``loss`` stands for.
@@ -188,15 +182,13 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
         high: Upper end, at least ``beyond``.
         diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
             a loss that is not finite counts.
-        level: Validation loss that a batch size within the tolerance reaches.
         fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
             within rounding of the loss.
         known: Whether the interval is narrow enough to name a batch size.
         safe: Largest batch size tried that is within the tolerance, also at the interval's end; in
             a summary, one that diverged nowhere in the study.
-        spread: Standard deviation of one branch's loss, its data order included.
         overhead: Extra samples by batch size tried, ascending, as a fraction of what the best
-            needs; 3 stands for more.
+            needs; infinite where it diverged.
     """
 
     within: int
@@ -205,11 +197,9 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     diverged: int | None
-    level: float
     fall: float
     known: bool
     safe: int
-    spread: float
     overhead: dict[str, float]
 
     @property
@@ -229,10 +219,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seeds: Pairs with the smallest batch.
         loss: Mean final validation loss; infinite where a run diverged.
-        overhead: Extra samples, as a fraction of what the smallest batch needs; 0 where it needs
-            none, and infinite beyond the largest one that is known, three tolerances.
-        low: Lower end of its interval.
-        high: Upper end.
+        overhead: Extra samples, as a fraction of what the smallest batch needs, with its interval;
+            0 where it needs none, and infinite beyond the largest known one, three tolerances.
         within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
         beyond: Whether the whole interval is beyond the tolerance.
     """
@@ -343,20 +331,19 @@ class GoingOn(Finding, frozen=True, tag="going on"):
 
 
 class Larger(Finding, frozen=True, tag="larger"):
-    """The smallest larger batch that was trained and is not within the tolerance; None: none."""
+    """The smallest batch above the advised one that was trained and is not within the tolerance."""
 
-    run: Checked | None
+    run: Checked
 
 
 class Flat(Finding, frozen=True, tag="flat"):
     """Points, in samples, along whose branches the smallest batch's loss does not fall.
 
-    ``epochs``: how many times the data were seen at the last. ``how``: as ``Recommendation.why``.
+    ``epochs``: how many times the data were seen at the last.
     """
 
     points: tuple[int, ...]
     epochs: float
-    how: str
 
 
 class Unfinished(Finding, frozen=True, tag="unfinished"):
@@ -381,12 +368,10 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
 
     Attributes:
         batch_size: The task's own, with which the others are compared.
-        lr: The task's learning rate.
         tolerance: Extra samples that are acceptable, as a fraction.
         findings: The most important first; the next four are among them.
         rates: Of the smallest batch, and of the recommended one, as far as they are known.
         checked: The other batch sizes that were compared with the smallest, ascending.
-        points: Points of training at which the study measured.
     """
 
     batch_size: int

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import get_args
 
-from steadygrad.studies.advise.analysis import RATES, Evidence
+from steadygrad.studies.advise.analysis import RATES, TUNING, Evidence
 from steadygrad.studies.advise.plan import (
     BRANCHES,
     END_MARKS,
@@ -63,7 +63,7 @@ def _trial(evidence: Evidence, job: Job) -> Trial:
     kinds: dict[str, type[Result]] = {str(k.__struct_config__.tag): k for k in get_args(RESULTS)}
     key: Key = (job["kind"], *(job[name] for name in kinds[job["kind"]].key_fields))
     if job["kind"] == "scratch":
-        own = job["course"] == evidence.base and job["rate"] == 1
+        own = job["course"] == evidence.base
         cost = job["samples"] + evaluation * END_MARKS * (len(LENGTHS) if own else 1)
         what = f"{job['course']} over {job['samples']:,}"
         what += f" at {job['rate']:g} times the rate" if job["rate"] != 1 else ""
@@ -80,32 +80,48 @@ def _trial(evidence: Evidence, job: Job) -> Trial:
     return Trial(key, cost, lambda results: job, f"branch of {job['batch_size']:,} {where}")
 
 
+def _training(evidence: Evidence, course: str, repeat: int, rate: float, samples: int) -> Job:
+    warmup = 0 if course == evidence.base else evidence.warmup_samples
+    names = ("kind", "course", "repeat", "rate", "samples", "warmup_samples")
+    return dict(zip(names, ("scratch", course, repeat, rate, samples, warmup), strict=True))
+
+
 def _look(evidence: Evidence, course: str, pairs: int, rate: float = 1.0) -> Iterator[Job]:
-    """Trainings of a course and of the smallest batch with so many seeds, seed by seed."""
-    samples = evidence.length
-    lengths = [samples]
-    if evidence.task.lr_decay != "none":
-        lengths = lengths_of(samples, evidence.tolerance)
+    """Trainings of a course and of the smallest batch with so many seeds, seed by seed.
+
+    Where rates are tuned and those of the two are not known yet, the trainings that tell.
+    """
+    own, best = evidence.tuned(evidence.base), evidence.tuned(course)
+    if own is None or best is None:
+        yield from _tuning(evidence, evidence.base if own is None else course)
+        return
     for repeat in range(pairs):
-        rows = [(evidence.base, 1.0, length) for length in lengths]
-        rows += [(course, 1.0, samples)] * (rate != 1) + [(course, rate, samples)]
-        for name, factor, length in rows:
-            yield {
-                "kind": "scratch",
-                "course": name,
-                "repeat": repeat,
-                "rate": factor,
-                "samples": length,
-                "warmup_samples": 0 if name == evidence.base else evidence.warmup_samples,
-            }
+        yield from _reference(evidence, repeat, own)
+        for factor in dict.fromkeys((best, rate * best)):
+            yield _training(evidence, course, repeat, factor, evidence.length)
+
+
+def _reference(evidence: Evidence, repeat: int, rate: float) -> Iterator[Job]:
+    """The smallest batch's training; of each length, where the rate decays."""
+    samples, decays = evidence.length, evidence.task.lr_decay != "none"
+    for length in lengths_of(samples, evidence.tolerance) if decays else [samples]:
+        yield _training(evidence, evidence.base, repeat, rate, length)
+
+
+def _tuning(evidence: Evidence, course: str) -> Iterator[Job]:
+    for step, loss in evidence.ladder(course).items():
+        if loss is None:
+            for repeat in TUNING:
+                yield _training(evidence, course, repeat, 2.0**step, evidence.length)
 
 
 def _sizes(evidence: Evidence) -> Iterator[Job]:
     """The batch size: visited by strides and by halves, then decided, then the schedule."""
     if not evidence.length:
         return
-    if len(evidence.curves(evidence.length)) < LOOKS[0]:
-        yield from _look(evidence, evidence.base, LOOKS[0])
+    if not evidence.header.settings.tune and len(evidence.own) < LOOKS[0]:
+        for repeat in range(LOOKS[0]):
+            yield from _reference(evidence, repeat, 1.0)
         return
     size = _next_size(evidence)
     if size is not None:
@@ -128,42 +144,31 @@ def _next(evidence: Evidence, pairs: int, most: int = LOOKS[-1]) -> int:
 
 
 def _next_size(evidence: Evidence) -> int | None:
-    """The batch size that needs a look: one never tried, or the one most worth deciding."""
+    """The batch size that needs a look: the smallest that would raise the advice."""
     rungs, sizes = evidence.rungs, evidence.sizes
-    good, bad = evidence.passed or rungs[0], evidence.failed or rungs[-1] + 1
+    good, bad = evidence.passed or rungs[0], evidence.failed or math.inf
     # As far as it is known yet.
     fits = [s for s, pairs in sizes.items() if s < bad and pairs.overheads[0] <= pairs.tolerance]
     low = max(fits, default=rungs[0])
-    high = min((size for size in sizes if size > low), default=None)
-    if high is None:
-        ahead = [size for size in rungs if low < size <= STRIDE * low]
-        if ahead:
-            return ahead[-1]
-    elif between := [size for size in rungs if low < size < high]:
-        return between[(len(between) - 1) // 2]
-    open_ = [
-        size
-        for size, pairs in sizes.items()
-        if good < size < bad and not pairs.passed and _next(evidence, len(pairs))
-    ]
+    high = min((size for size in sizes if size > low), default=STRIDE * low + 1)
+    between = [size for size in rungs if low < size < high]
+    if high <= STRIDE * low:
+        between = between[: (len(between) + 1) // 2]
+    hard = [size for size in fits if size > good and not sizes[size].passed]
     # One below those that are hard to decide may be easy.
-    below = [size for size in rungs if good < size < min(open_, default=0)]
-
-    def worth(size: int) -> float:
-        """Octaves by which the border is narrowed, for each pair that is missing."""
-        if size not in sizes:
-            return math.log(size / good) / LOOKS[1]
-        pairs = sizes[size]
-        ends = (good, size) if pairs.overheads[0] <= pairs.tolerance else (size, bad)
-        return math.log(ends[1] / ends[0]) / (pairs.needed - len(pairs))
-
+    below = [size for size in rungs if good < size < min(hard, default=0)]
     middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
-    return max((*open_, *middle), key=lambda size: (worth(size), size), default=None)
+    undecided = [size for size in hard if _next(evidence, len(sizes[size]))]
+    if wanted := [*between[-1:], *middle, *undecided]:
+        return min(wanted)
+    # What is above the advice: ruled out, or not.
+    above = (s for s in sizes if low < s < bad and _next(evidence, len(sizes[s])))
+    return next(above, None)
 
 
 def _rates(evidence: Evidence) -> Iterator[Job]:
     """Other learning rates, at the smallest batch and then at the recommended one."""
-    if len(evidence.curves(evidence.length)) < LOOKS[0]:
+    if len(evidence.own) < LOOKS[0] or evidence.header.settings.tune:
         return
     for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
         known = evidence.rate(size) if size else {}
@@ -177,8 +182,13 @@ def _rates(evidence: Evidence) -> Iterator[Job]:
 
 
 def _branches(evidence: Evidence) -> Iterator[Job]:
-    """Point by point: the training to it, then what starts from there."""
+    """Point by point: the training to it, then what starts from there.
+
+    They have the rule's rates, so that they would tell nothing where rates are tuned.
+    """
     plan, results = evidence.plan, evidence.results
+    if evidence.header.settings.tune:
+        return
     for point, multiples in enumerate(plan.multiples):
         if results.get(Point, point) is None:
             yield {"kind": "point", "point": point}
@@ -191,7 +201,8 @@ def _branches(evidence: Evidence) -> Iterator[Job]:
         if not evidence.task.dependent:
             jobs.insert(0, {"kind": "noise", "point": point})
         missing = [job for job in jobs if _trial(evidence, job).key not in results]
-        if not missing:
+        # The next point waits for the middle of this one.
+        if not missing and results.get(Point, point + 1) is None:
             missing = [
                 job for job in _middle(evidence, point) if _trial(evidence, job).key not in results
             ]

@@ -37,9 +37,6 @@ from steadygrad.tasks import guarded
 
 __all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
 
-# Training losses of a segment of the main trajectory that are recorded, each an average.
-TRAINING_MARKS = 32
-
 TRAINING: dict[str, Any] = {}
 
 
@@ -77,6 +74,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         seeds=settings.seeds,
         tolerance=settings.tolerance,
         decays=task.lr_decay != "none",
+        tune=settings.tune,
     )
     if task.warmup_samples > plan.samples:
         raise InputError(
@@ -96,29 +94,13 @@ def point(plan: Plan, place: Workplace, point: int) -> Point:
     else:
         trainer.restart()
     trainer.seed_everything("train", point)
-    stride = max(1, math.ceil((stop - start) / task.batch_size / TRAINING_MARKS))
-    training = []
-
-    def steps() -> Iterator[int]:
-        way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
-        for number, seen in enumerate(way, start=1):
-            if number % stride == 0 or seen == stop:
-                losses = trainer.take_losses()
-                training.append((seen, math.fsum(losses) / len(losses)))
-            yield seen
-
+    way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
     what = f"training to {stop:,} samples"
-    ((_, loss),) = _curve(place, steps(), [stop], what, own=True, at=start)
+    ((_, loss),) = _curve(place, way, [stop], what, own=True, at=start)
     state = trainer.state(stop)
     # The others continue once the file is there.
     trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
-    return Point(
-        point=point,
-        samples=stop,
-        steps=trainer.steps,
-        valid_loss=loss,
-        training=tuple(training),
-    )
+    return Point(point=point, samples=stop, steps=trainer.steps, valid_loss=loss)
 
 
 def noise(plan: Plan, place: Workplace, point: int) -> Noise:
@@ -162,12 +144,7 @@ def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: in
     order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
     steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
     what = f"branch of {batch_size:,} at {seen:,}"
-    try:
-        found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
-    except Diverged:
-        if own:
-            raise
-        found = [(length, math.inf)]
+    found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
     end, loss = _averaged(found, ends)
     curve = (*(row for row in found if row[0] < ends[0]), (round(end), loss))
     return Branch(
@@ -196,12 +173,15 @@ def scratch(
     trainer.restart(repeat)
     trainer.seed_everything("run", repeat)
     stages, decays = stages_of(course), task.lr_decay != "none"
-    own = stages == ((0, base),) and rate == 1
+    smallest = stages == ((0, base),)
+    # Where rates are searched, the task's own is none to begin with.
+    start = 0.0 if place.header.settings.tune else 1.0
+    own = smallest and rate == 1 and not place.header.settings.tune
 
     def steps() -> Iterator[int]:
         at, order = 0, main_order(len(task.train), trainer.seed, repeat)
         for _, border, size in stretches(stages, samples):
-            chosen = Rate(size, rate, warmup_samples, samples)
+            chosen = Rate(size, rate, warmup_samples, samples, start)
             # A stage ends with its last whole batch; the next one begins there.
             for seen in trainer.run(order, at, border, size, rate=chosen):
                 at = seen
@@ -209,17 +189,10 @@ def scratch(
 
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
     tolerance = place.header.settings.tolerance
-    lengths = lengths_of(samples, tolerance) if own and not decays else [samples]
+    lengths = lengths_of(samples, tolerance) if smallest and not decays else [samples]
     windows = [end_marks(length, decays=decays) for length in lengths]
     marks = [mark for window in windows for mark in window]
-    what = f"{course} over {samples:,}"
-    try:
-        found = _curve(place, steps(), marks, what, own=own)
-    except Diverged:
-        # With the task's own settings this is an error; otherwise it is a result.
-        if own:
-            raise
-        found = [(samples, math.inf)]
+    found = _curve(place, steps(), marks, f"{course} over {samples:,}", own)
     curve = tuple(_averaged(found, window) for window in windows)
     rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
     rows = zip(stages, rates, strict=True)
@@ -260,7 +233,10 @@ def _averaged(curve: list[tuple[int, float]], marks: list[int]) -> tuple[float, 
 def _curve(
     place: Workplace, steps: Iterable[int], marks: list[int], what: str, own: bool, at: int = 0
 ) -> list[tuple[int, float]]:
-    """Trains from ``at`` samples on, and evaluates once after each mark is reached."""
+    """Trains from ``at`` samples on, and evaluates once after each mark is reached.
+
+    With the task's ``own`` settings divergence is an error; otherwise it is a result.
+    """
 
     def evaluate() -> float:
         loss, trainer = place.evaluate(), place.trainer
@@ -272,13 +248,18 @@ def _curve(
         return loss
 
     found, left = [], sorted(set(marks))
-    for seen in steps:
-        place.advance(seen - at, what)
-        at = seen
-        if left and at >= left[0]:
-            found.append((at, evaluate()))
-            left = [mark for mark in left if mark > at]
-    return [*found, (at, evaluate())] if left else found
+    try:
+        for seen in steps:
+            place.advance(seen - at, what)
+            at = seen
+            if left and at >= left[0]:
+                found.append((at, evaluate()))
+                left = [mark for mark in left if mark > at]
+        return [*found, (at, evaluate())] if left else found
+    except Diverged:
+        if own:
+            raise
+        return [(marks[-1], math.inf)]
 
 
 def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:

@@ -10,11 +10,6 @@ from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed, percent, plural, show
 
-FALLS = {
-    "zero": "is exactly 0",
-    "slightly": "falls by less than three standard errors",
-    "flat": "does not fall",
-}
 EXTRA = "extra {} (95% confidence interval)"
 
 
@@ -36,7 +31,7 @@ def tune_first(s: Summary) -> schema.RateVerdict | None:
 
 def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     """The advice, and how it is said after a condition; empty where there is none."""
-    base, more = f"batch {s.batch_size:,}", f"at most {_tolerated(s)} more {plural(s.sample)}"
+    base = f"batch {s.batch_size:,}"
     if found.why == "unmeasured":
         return "Nothing can be said yet: no batch size was compared with another.", ""
     if found.why == "flat":
@@ -46,28 +41,29 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     samples = _count(found.samples or 0, s)
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
     if found.batch_size is None:
-        why = _failed(larger, s) if larger else f"no batch above {s.batch_size:,} was decided"
+        why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
         minutes = math.ceil(found.minutes or 0)
-        unknown = (
-            f"For {samples} it is not known whether a batch above {s.batch_size:,} needs {more}"
-        )
-        then = f"--resume for about {minutes:,} more minute{'s' * (minutes != 1)} would tell"
+        time = f"{minutes:,} more minute{'s' * (minutes != 1)}"
+        then = f"--resume for about {time} would tell; till then"
         if s.status == "complete":
-            then = "the study's seeds are used up"
-        return f"{unknown}: {why}; {then}.", ""
+            then = "the study's seeds are used up, so"
+        unknown = f"For {samples} it is not known whether a larger batch can be used"
+        return f"{unknown}: {why}; {then} stay at {base}.", f"stay at {base}"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
+    settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     if run is not None:
-        settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
         steps = _fewer(run.steps * (1 + run.overhead), (found.samples or 0) // s.batch_size)
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
         return said + "for the same loss.", f"train at {settings}"
-    why = _failed(larger, s) if larger else "no larger batch can be tried"
-    return f"For {samples}, stay at {base}: {why}.", f"stay at {base}"
+    assert larger is not None
+    return f"For {samples}, stay at {settings}: {_failed(larger, s)}.", f"stay at {base}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    said = (TEMPLATES[type(found)](found, s) for found in s.findings[1:])
+    # What failed above the advised batch is in the answer or in the table.
+    found = [found for found in s.findings[1:] if not isinstance(found, schema.Larger)]
+    said = (TEMPLATES[type(each)](each, s) for each in found)
     return tuple([text for text in said if text][:3])
 
 
@@ -87,29 +83,14 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
     best = found.better
     interval = f"95% confidence interval {-best.high:.2g} to {-best.low:.2g}"
     lower = f"its validation loss is lower by {-best.mean:.2g} ({interval})"
-    said = f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
-    if found.batch_size == s.batch_size:
-        said += f" All batch sizes were compared at the rates that follow from {lr}."
-    return said
-
-
-def _larger(found: schema.Larger, s: Summary) -> str:
-    if s.recommendation.batch_size is None:
-        return ""
-    if found.run is None:
-        return f"No batch above {s.recommendation.batch_size:,} was tried."
-    # Where the advice is to stay, the answer has said it, unless a condition took its place.
-    if s.recommendation.batch_size == s.batch_size and not tune_first(s):
-        return ""
-    said = f"{_failed(found.run, s)}."
-    return said[:1].upper() + said[1:]
+    return f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
 
 
 def _flat(found: schema.Flat, s: Summary) -> str:
     seen = f" (data seen {found.epochs:.0f} times by then)" if found.epochs >= 1.5 else ""
     where = f"{listed(f'{point:,}' for point in found.points)} {plural(s.sample)}{seen}"
-    loss = f"along the branches there, the validation loss of batch {s.batch_size:,}"
-    return f"No batch size can be judged after {where}: {loss} {FALLS[found.how]}."
+    loss = f"along the branches there, the validation loss of batch {s.batch_size:,} falls by less"
+    return f"No batch size can be judged after {where}: {loss} than three standard errors."
 
 
 def _schedule(found: schema.Schedule, s: Summary) -> str:
@@ -143,7 +124,6 @@ def _going_on(found: schema.GoingOn, s: Summary) -> str:
 TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
     schema.Unfinished: _unfinished,
     schema.RateVerdict: _rate,
-    schema.Larger: _larger,
     schema.Flat: _flat,
     schema.Schedule: _schedule,
     schema.GoingOn: _going_on,
@@ -181,9 +161,9 @@ def table(s: Summary) -> Table | None:
     if schedule and schedule.check:
         rows.append(row("growing", schedule.check))
     warmup = max(run.warmup_samples for run in s.checked)
-    title = f"{s.task}: {found.samples:,} {samples} from the initial weights"
+    title = f"{s.task}: whole trainings over {found.samples:,} {samples}"
     return Table(
-        title + f"; higher learning rates warmed up over the first {warmup:,}" * (warmup > 0),
+        title + f"; larger batches warmed up over the first {warmup:,}" * (warmup > 0),
         ("batch size", "learning rate", "steps", EXTRA.format(samples), "seeds", "verdict"),
         tuple(rows),
     )

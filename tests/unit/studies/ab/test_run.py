@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.ab.schema import Run
+from steadygrad.studies.ab.trials import arms_of
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
 from tests.unit.cli.quick import program, run_program
@@ -206,6 +208,18 @@ def test_another_learning_rate_is_told_by_workers_as_by_one_process(tmp_path):
     assert timeless(alone.folder) == timeless(both.folder)
     assert alone.summary.findings == both.summary.findings
     assert alone.summary.findings[0].verdict == "better"
+
+
+def test_each_tasks_data_and_start_are_in_the_record(tmp_path):
+    task, start = tiny_task.make_task(), tmp_path / "start.pt"
+    start.write_bytes(b"one")
+    other = replace(task, start=start, provenance={"corpus": "mine"})
+    before = arms_of([task, other]).provenance
+    start.write_bytes(b"two")
+    after = arms_of([task, other]).provenance
+    assert {key for key in before if before[key] != after[key]} == {"B1: Task.start"}
+    assert before["B1: corpus"] == "mine"
+    assert task.provenance == arms_of([task]).provenance == tiny_task.make_task().provenance
 
 
 def test_a_task_that_diverges_has_failed(tmp_path):

@@ -114,7 +114,6 @@ def point(number: int, samples: int, *, losses=law) -> Point:
         samples=samples,
         steps=samples // 8,
         valid_loss=losses(samples),
-        training=((samples, losses(samples)),),
     )
 
 
@@ -131,7 +130,7 @@ def scratch(
 ) -> Scratch:
     """A training that needs ``slower`` times the samples of the smallest batch."""
     stages = stages_of(str(size))
-    base = stages == ((0, SIZES[0]),) and rate == 1
+    base = stages == ((0, SIZES[0]),)
     curve = []
     for length in lengths_of(samples, 0.2) if base and not decays else [samples]:
         ends = end_marks(length, decays=decays)
@@ -179,6 +178,7 @@ class World:
         sigma: Deviation of a single loss; all trainings with a seed share another of 0.05.
         diverging: The smallest batch size that diverges.
         losses: The loss after any number of samples.
+        best: Octaves from the rule's learning rate to the best one, by batch size.
     """
 
     critical: float = 100.0
@@ -188,6 +188,7 @@ class World:
     sigma: float = 0.001
     diverging: float = math.inf
     losses: Callable[[float], float] = law
+    best: Mapping[int, float] = field(default_factory=dict)
 
     def result(self, header: Header, job: Job) -> Result:
         """The result of a job."""
@@ -202,6 +203,9 @@ class World:
         stages = stages_of(job["course"])
         slower = slowness(stages[-1][1], self.critical if len(stages) == 1 else self.grown)
         error += random.Random(job["repeat"]).gauss(0, 0.05)
+        if self.best:
+            away = math.log2(job["rate"]) - self.best.get(stages[-1][1], 0.0)
+            slower *= 1 + 0.3 * away**2
         return scratch(
             job["course"],
             job["repeat"],

@@ -78,6 +78,9 @@ def test_what_makes_the_training_longer():
     assert plan_of(900, evaluation=0.0).samples > plain > plan_of(900, evaluation=0.1).samples
     # A rate that falls takes a training for each length of the smallest batch.
     assert plan_of(900, evaluation=0.0, decays=True).samples < plan_of(900, evaluation=0.0).samples
+    # A search for learning rates takes three times the trainings.
+    lengths = [plan_of(9000, evaluation=0.0, tune=tune).samples for tune in (True, False)]
+    assert 3 * lengths[0] == pytest.approx(lengths[1], abs=24)
 
 
 def test_short_trainings_rather_have_fewer_pairs():

@@ -13,6 +13,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
 from tests.unit.studies.advise.events import (
     LENGTH,
+    law,
     make_header,
     measured,
     scratch,
@@ -73,15 +74,15 @@ def undecided(slower, spread):
 @pytest.mark.parametrize(
     ("slower", "size", "seed"),
     [
-        # 12 would take 5 pairs, but 24 is three times the smallest batch, and takes 13.
-        ({12: 1.15, 24: 1.18}, 24, 3),
-        # 12 would take 61 pairs and 24 takes 21; but if 12 fails, so do all to 32.
+        ({12: 1.15, 24: 1.18}, 12, 3),
+        # None seems to fit: the smallest of them is what bounds the advice.
         ({12: 1.22, 24: 1.25}, 12, 3),
-        # Both are hard: the one below was never tried.
+        # The one below was never tried.
         ({16: 1.18, 24: 1.19}, 12, 0),
+        ({12: 1.18, 24: 1.22}, 12, 3),
     ],
 )
-def test_the_decision_that_narrows_most_for_its_pairs_comes_first(slower, size, seed):
+def test_the_smallest_size_that_would_raise_the_advice_comes_first(slower, size, seed):
     found = undecided(slower, 0.015)
     # The smallest batch's trainings come with it.
     found += [scratch(8, i) for i in range(3, 6)]
@@ -127,7 +128,8 @@ def samples(results, kind):
 def test_branches_and_rates_get_their_shares():
     # Sizes that cannot be told apart soon, so that all three searches go on.
     spread = {"sigma": 0.03, "rates": {0.5: 1.05, 2.0: 1.05}}
-    header = make_header((1024, 4096, 16384), branch_samples=(2048,) * 3, samples=LENGTH)
+    fields = {"branch_samples": (2048,) * 3, "samples": LENGTH, "seeds": 64}
+    header = make_header((1024, 4096, 16384), **fields)
     found = studied(header, 60.0, lengths=60, at_once=1, **spread)
     assert {type(r) for r in found[:9]} == {Scratch}
     assert {r.rate for r in found[:9]} == {1.0}
@@ -149,6 +151,82 @@ def test_a_look_of_a_decaying_rate_trains_each_length():
     plain = [t.job(Results()) for t in trials_of(HEADER, Results())]
     runs = [(j["course"], j["samples"], j["warmup_samples"]) for j in plain[:3]]
     assert runs == [("8", LENGTH, 0)] * 3
+
+
+@pytest.mark.parametrize("decay", ["none", "linear"])
+def test_batch_sizes_are_compared_at_their_own_best_learning_rates(decay):
+    """At the rule's rates, 32 would need 2.9 times the samples of 8."""
+    header = make_header(settings={"tune": True}, task={"lr_decay": decay}, **ONE_POINT)
+    best = {8: -0.5} | dict.fromkeys((12, 16, 24, 32, 48, 64, 128), 2.25)
+    found = studied(header, 80.0, sigma=2e-4, lengths=1e9, at_once=1, best=best)
+    evidence = Evidence(header, Results(found))
+    for size in (8, *evidence.sizes):
+        # A quarter of an octave is as fine as they are found.
+        assert math.log2(evidence.tuned(str(size))) == pytest.approx(best[size], abs=0.25)
+    assert evidence.constant == 24
+    # The seeds of the search are no pairs' seeds, and each pair has the best rates.
+    assert {run.repeat for run in evidence.sizes[24].runs} == set(range(6))
+    assert {run.rate for run in evidence.sizes[24].runs} == {evidence.tuned("24")}
+    # Three octaves, and as many more as have a lower loss than those before.
+    assert [*evidence.ladder("24")] == [-1, 0, 1, 2, 3]
+    assert trials_of(header, Results(found)) == []
+    draw = random.Random(0)
+    for count in range(0, len(found), 5):
+        assert keys(header, draw.sample(found[:count], count))[0] == found[count].key
+
+
+def test_a_best_rate_at_the_end_of_all_octaves_is_taken_and_one_that_diverges_is_not():
+    header = make_header(settings={"tune": True})
+    seeds, losses = range(64, 67), {-1: 2.0, 0: 1.9, 1: 1.8, 2: math.inf}
+    runs = [
+        scratch(8, i, rate=2.0**k, losses=lambda s, v=v: v * law(s))
+        for i in seeds
+        for k, v in losses.items()
+    ]
+    known = [scratch(8, i) for i in range(3)]
+    assert Evidence(header, Results([*known, *runs])).tuned("8") == 2.0
+    # One of its pairs diverged.
+    lost = scratch(8, 0, rate=2.0, losses=lambda s: math.inf)
+    assert Evidence(header, Results([*known, *runs, lost])).tuned("8") == 2.0**0.75
+    falling = [
+        scratch(8, i, rate=2.0**k, losses=lambda s, k=k: (7 - k) * law(s))
+        for i in seeds
+        for k in range(-1, 7)
+    ]
+    assert Evidence(header, Results([*known, *falling])).tuned("8") == 2.0**6
+    assert Evidence(header, Results([*known, *falling[:-1]])).tuned("8") is None
+
+
+def test_where_rates_are_searched_there_are_no_branches_and_no_runs_at_the_tasks_own_rate():
+    found = studied(make_header(settings={"tune": True}, **ONE_POINT), lengths=40, at_once=1)
+    assert {type(result) for result in found} == {Scratch}
+    assert [(r.course, r.rate, r.repeat) for r in found[:4]] == [
+        *(("8", 0.5, seed) for seed in (64, 65, 66)),
+        ("8", 1.0, 64),
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"samples": LENGTH}, {"tune": True}])
+@pytest.mark.parametrize("loss", [0.0, 2.0])
+def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, loss):
+    header = make_header(settings=settings, **ONE_POINT)
+    found = studied(header, losses=lambda s: loss, sigma=0.0, lengths=30)
+    evidence = Evidence(header, Results(found))
+    assert (evidence.length, evidence.sizes, evidence.constant) == (0, {}, None)
+    # It is not shorter first, as without a length of the user's own.
+    assert {run.samples for run in found if isinstance(run, Scratch)} == {LENGTH}
+
+
+def test_of_equal_losses_the_rules_rate_counts():
+    header = make_header(settings={"tune": True})
+    runs = [scratch(8, i, rate=2.0**k) for i in range(64, 67) for k in (-1, 0, 1)]
+    assert Evidence(header, Results(runs)).tuned("8") == 1.0
+
+
+def test_sizes_below_those_whose_seeds_are_used_up_are_tried():
+    header = make_header(**ONE_POINT | {"seeds": 3})
+    found = studied(header, 400.0, sigma=0.05, lengths=1e9, at_once=1)
+    assert {"12", "16"} <= {run.course for run in sizes_of(found)}
 
 
 def test_jobs_of_a_larger_batch_warm_up():

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise.plan import END_MARKS, FRACTIONS, end_marks, lengths_of
-from steadygrad.studies.advise.schema import Plan
+from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.trainer import Diverged
@@ -153,6 +153,23 @@ def test_a_training_that_diverges_is_a_result_but_at_the_tasks_own_settings(tmp_
     place = place_of(tmp_path, diverging())
     with pytest.raises(Diverged, match="should stay finite"):
         run_job(scratch_job("4", 1024), plan(1024), place)
+    # Where rates are searched, the task's own is one of many.
+    place.header = make_header(settings=Settings(task="tiny", tune=True))
+    assert math.isinf(run_job(scratch_job("4", 1024), plan(1024), place).loss)
+
+
+@pytest.mark.parametrize(("tune", "factors"), [(False, [1.125, 1.375]), (True, [0.25, 0.75])])
+def test_a_larger_batch_warms_up_from_the_tasks_rate_or_from_0(place, monkeypatch, tune, factors):
+    rates, step = [], place.trainer.step
+    place.header = make_header(settings=Settings(task="tiny", tune=tune))
+
+    def watched(*batch):
+        rates.append(place.trainer.optimizer.param_groups[0]["lr"])
+        return step(*batch)
+
+    monkeypatch.setattr(place.trainer, "step", watched)
+    run_job(scratch_job("16", 256, warmup_samples=64), plan(256), place)
+    assert [*rates[:2], rates[-1]] == pytest.approx([0.001 * factor for factor in (*factors, 2.0)])
 
 
 def test_weights_that_never_move_give_no_advice(tmp_path):
