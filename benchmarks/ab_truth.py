@@ -98,15 +98,14 @@ def wrong(studies: int) -> list[str]:
     rows = []
     for name in NOISE:
         for correlated in (False, True):
-            hits = dict.fromkeys(RULES, 0)
+            hits = {rule: 0 for rule in RULES if rule == "sequential t" or "fails" not in name}
             two_sigma = 0.0
             for a, b in drawn(studies, lambda g, n=name, c=correlated: draw(n, c, g)):
-                for rule, says in RULES.items():
-                    if rule == "sequential t" or "fails" not in name:
-                        hits[rule] += says(a, b).any(-1).sum()
+                for rule in hits:
+                    hits[rule] += RULES[rule](a, b).any(-1).sum()
                 # No difference, NaN, is no large one.
                 two_sigma += (np.abs(b - a)[:, 0] > 2 * np.nanstd(a)).sum()
-            cells = [f"{100 * hit / studies:.1f} %" if hit else "–" for hit in hits.values()]
+            cells = [f"{100 * hits[r] / studies:.1f} %" if r in hits else "–" for r in RULES]
             cells.append(f"{100 * two_sigma / studies:.1f} %")
             rows.append(line([name, "yes" if correlated else "no", *cells]))
     return rows
@@ -127,14 +126,14 @@ def more_wrong(studies: int) -> list[str]:
         for a, b in drawn(studies, lambda g, n=name, o=own: (NOISE[n](g, SHAPE), o(g))):
             course = compare(a, b, ALPHA, smallest=size * (1 - 1e-9))
             first = course.decided.argmax(-1)
-            count[key] += course.small[np.arange(CHUNK), first].sum()
+            count[key] += course.negligible[np.arange(CHUNK), first].sum()
     return [line([name, f"{100 * hits / studies:.1f} %"]) for name, hits in count.items()]
 
 
 def pairs(studies: int) -> list[str]:
     """Pairs that find an effect, and those of a fixed-length test with the same power."""
     rows = []
-    for effect in (0.5, 1.0, 2.0, 4.0):
+    for effect in (0.5, 1.0, 2.0):
         g = np.random.default_rng(0)
         apart = g.normal(effect, 1.0, (studies, PAIRS))
         for rule in RULES:
@@ -188,6 +187,7 @@ def main() -> None:
         f"{args.studies:,} studies a row, `python benchmarks/ab_truth.py --save`.",
         "## A against A: studies that ever say better or worse, looked at after each of 100 pairs",
         tables["wrong"],
+        "What correlated pairs share cancels in their differences: of normal metrics both rows agree.",
         "## Other errors of the sequential t",
         tables["other"],
         "## Pairs that find an effect, in deviations of one difference",

@@ -72,7 +72,7 @@ CEILINGS = {
     "studies/advise": 2289,
     "studies/compare": 2122,
     "studies/inspect": 1356,
-    "studies/ab": 700,
+    "studies/ab": 760,
     "tasks": 1626,
     "noise": 2700,
     "balance": 1207,

@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments. Default: those of the process.
 
     Returns:
-        The exit code: 0, 2 for bad input, or 128 plus the number of the signal that ended it.
+        The exit code: 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or
+        128 plus the number of the signal that ended it.
     """
     arguments, size = list(sys.argv[1:] if argv is None else argv), 1
     try:

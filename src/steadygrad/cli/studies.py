@@ -59,7 +59,7 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
         if is_main:
             text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
             text = printable(outcome.summary.answer) if quiet else text
-            (note if json and not quiet else emit)(text)
+            (note if json else emit)(text)
             if json:
                 emit(dumps(outcome.summary, indent=2))
     finally:
@@ -151,7 +151,9 @@ def ab(
     words = [arm for arm in arms if isinstance(arm, str)]
     if len(words) == len(arms):
         return _study("ab", join(words) or None, budget, **options)
-    return _study("ab", module_of("ab", "trials").arms_of(arms), budget, **options)
+    trials = module_of("ab", "trials")
+    given = [trials.load_arm(arm) if isinstance(arm, str) else arm for arm in arms]
+    return _study("ab", trials.arms_of(given), budget, **options)
 
 
 def _study(

@@ -29,13 +29,10 @@ def located(settings: Any, folder: str = "", typed: Any = ()) -> dict[str, str]:
 
     They count from ``folder``, and those of settings in ``typed`` from the present folder.
     """
-    add = getattr(settings, "add", "").split(",")
     # A command, as `ab` runs it, is no function in a file.
-    words = [] if getattr(settings, "metric", "") else settings.words
-    named = {
-        "task": words if settings.task != OBJECT else [],
-        "add": [spec.strip() for spec in add],
-    }
+    without = settings.task == OBJECT or getattr(settings, "metric", "")
+    add = map(str.strip, getattr(settings, "add", "").split(","))
+    named = {"task": [] if without else settings.words, "add": add}
     return {
         spec: str(Path("" if name in typed else folder, os.path.expanduser(spec)).absolute())
         for name, specs in named.items()
@@ -50,20 +47,28 @@ def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
     add, optimizers = (getattr(settings, name, "") for name in ("add", "optimizers"))
     named = map(str.strip, optimizers.split(","))
     modules = [name for name in named if ":" in name and name.split(":")[0] not in LIBRARIES]
-    code = {"task": settings.task not in BUILT_IN, "add": add, "optimizers": modules}
-    unsaid = any(found and name not in given for name, found in code.items())
+    metric, folder = getattr(settings, "metric", ""), str(run.header.time.get("folder", ""))
+    task = bool(metric) or not {*settings.words} <= {*BUILT_IN}
+    code = {"task": task, "add": add, "optimizers": modules}
+    unsaid, known = any(found and name not in given for name, found in code.items()), False
     with suppress(OSError, RuntimeError):
-        unsaid = unsaid and not _mark(run.folder).is_file()
-    if unsaid:
+        known = _mark(run.folder).is_file()
+    if unsaid and not known:
         flags = (["--add", add] if add else []) + (["--optimizers", optimizers] if modules else [])
         words = [*settings.words, *flags, "--resume", str(run.folder)]
         read = [*located(settings), *modules] or settings.words
         raise InputError(
-            "Expected a run that you began here: the record names Python code, and --resume runs "
+            "Expected a run that you began here: the record names code, and --resume runs "
             f"it. Found no trace of it. Remedy: read {', '.join(read)}; "
             f"if you trust it: steadygrad {study} {' '.join(map(quote, words))}"
         )
-    return located(settings, str(run.header.time.get("folder", "")), given)
+    if metric and not known and os.getcwd() != folder:
+        # There they would find other files than those that were read.
+        raise InputError(
+            f"Expected the folder that the record names, {folder!r}. Found {os.getcwd()!r}. "
+            "Remedy: cd there, if you trust what the commands find in it."
+        )
+    return located(settings, folder, given)
 
 
 def remember(folder: Path) -> None:
@@ -102,11 +107,13 @@ def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
     # Not `header.task.spec`: only the settings were looked at before.
     task = load(header.study, header.settings, files)
     # A training that goes on may write its checkpoint anew: a worker would begin elsewhere.
-    if task.start and digest_of(task.start) != header.task.provenance.get("Task.start"):
-        raise InputError(
-            f"Expected Task.start = {str(task.start)!r} as it was when the run began. Found it "
-            "changed. Remedy: restore it, or start a new run with --out."
-        )
+    origin = task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
+    for name, value in origin.items():
+        if header.task.provenance.get(name) != value:
+            raise InputError(
+                f"Expected {name} as it was when the run began. Found it changed. "
+                "Remedy: restore it, or start a new run with --out."
+            )
     return task
 
 

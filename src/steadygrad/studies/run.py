@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.studies.calibration import calibrate, resolve_device
@@ -228,9 +230,9 @@ def resume(
             of processes have changed.
         StudyFailed: If training diverges, or the task's code raises, later on.
     """
-    run = read_run(folder)
-    header, given = run.header, dict(given or {})
+    run, given = read_run(folder), dict(given or {})
     settings = _agreed(run, name, given)
+    header = msgspec.structs.replace(run.header, settings=settings)
     with understanding(folder):
         trials = trials_of(header, run.results)
         complete = len(finished(header.study, trials, run.results)) == len(trials)

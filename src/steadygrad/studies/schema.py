@@ -24,7 +24,7 @@ S = TypeVar("S", bound="Summary")
 # Version of the folder's format.
 SCHEMA = 3
 # Settings that --resume may change: they decide when a study ends, not its numbers.
-FREE = ("budget", "workers", "dask", "executor")
+FREE = ("budget", "workers", "dask", "executor", "pairs")
 # Names of the built-in tasks.
 TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 

@@ -50,6 +50,15 @@ def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``path/file.py:name`` names, such as a maker of optimizers."""
     path, name = _split(spec)
     folder = str(path.parent)
+    # Python imports one module of each name: of two checkouts it would be the first one's.
+    for other in FOLDERS - {folder}:
+        for file in _imported(Path(other)):
+            own = path.parent / file.relative_to(other)
+            if own.is_file():
+                raise InputError(
+                    f"Expected modules of other names than {str(file)!r}, which is imported. Found "
+                    f"{str(own)!r}. Remedy: another process; in `steadygrad ab` commands."
+                )
     FOLDERS.add(folder)
     sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
     importlib.invalidate_caches()
@@ -71,13 +80,17 @@ def load_function(spec: str) -> Callable[..., Any]:
 def sources(spec: str) -> list[Path]:
     """The file of a function that was loaded, and all files beside it that were imported so far."""
     path, _ = _split(spec)
-    beside = set()
+    return [path, *sorted(_imported(path.parent) - {path})]
+
+
+def _imported(folder: Path) -> set[Path]:
+    found = set()
     for name, module in list(sys.modules.items()):
-        place = path.parent.joinpath(*name.split("."))
+        place = folder.joinpath(*name.split("."))
         files = [f"{place}.py", str(place / "__init__.py")]
         if isinstance(module, ModuleType) and vars(module).get("__file__") in files:
-            beside.add(Path(module.__file__ or ""))
-    return [path, *sorted(beside - {path})]
+            found.add(Path(module.__file__ or ""))
+    return found
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -30,6 +30,9 @@ def run_command(
     where: Any = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with tempfile.TemporaryFile() as out:
         group = subprocess.Popen(command, shell=True, stdout=out, start_new_session=True, **where)
+        # Its input ends with this process, even by `kill -9`: a second run would share the device.
+        watch = ["sh", "-c", f"read _; kill -9 -{group.pid}"]
+        guard = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
         try:
             while code is None and time.monotonic() < end:
                 poll()
@@ -40,6 +43,8 @@ def run_command(
                     code = group.returncode = os.waitstatus_to_exitcode(status)
                     peak = usage.ru_maxrss
         finally:
+            guard.kill()
+            guard.communicate()
             with suppress(ProcessLookupError):
                 os.killpg(group.pid, signal.SIGKILL)
             group.wait()
@@ -48,9 +53,9 @@ def run_command(
     value = metric_of(text, settings.metric)
     why = "it printed no metric" if value is None else ""
     if code:
-        why = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+        why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
     elif code is None:
-        why = f"it took more than {settings.timeout:g} s"
+        why = f"it ran into the time limit of {settings.timeout:g} s"
     if value is None or why:
         raise InputError(f"{why}, after {text.strip().rpartition(chr(10))[2][-200:]!r}")
     # A process that forks hands its own peak on.
@@ -60,10 +65,10 @@ def run_command(
 
 def metric_of(text: str, metric: str) -> float | None:
     """The last match of a pattern with a group, or a key of the last line of JSON that has it."""
-    found = re.findall(metric, text) if "(" in metric else []
-    for line in text.splitlines() if not found else []:
-        with suppress(ValueError, KeyError, TypeError):
+    found = [m[m.lastindex or 0] for m in re.finditer(metric, text)] if "(" in metric else []
+    for line in text.splitlines() if "(" not in metric else []:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             found.append(json.loads(line)[metric])
-    with suppress(ValueError, TypeError, IndexError):
+    with suppress(ValueError, TypeError, IndexError, OverflowError):
         return float(found[-1])
     return None

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scipy import special
 
 from steadygrad.studies.ab import words
-from steadygrad.studies.ab.schema import Arm, Comparison, Header, Run, Summary
+from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Header, Run, Summary
 from steadygrad.studies.ab.sequence import Course, compare, pairs_needed
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
@@ -33,48 +33,54 @@ class Evidence:
 
     def __init__(self, header: Header, results: Results) -> None:
         self.header, self.plan, self.runs = header, header.plan, results.select(Run)
-        count = len(self.plan.arms)
+        count, last = len(self.plan.arms), max((run.pair for run in self.runs), default=0)
         self.names = ("A", "B") if count == 2 else ("A", *(f"B{arm}" for arm in range(1, count)))
-        shape = count, self.plan.pairs
-        self.values, self.there = np.full(shape, math.nan), np.zeros(shape, bool)
+        self.alpha = header.settings.alpha / (count - 1)  # each B's, by Bonferroni
+        self.is_itself = len({*self.plan.arms}) == 1
+        self.pairs = header.settings.pairs or (ITSELF if self.is_itself else MOST)
+        shape = count, max(self.pairs, last + 1)
+        self.values, self.present = np.full(shape, math.nan), np.zeros(shape, bool)
         for run in self.runs:
             self.values[run.arm, run.pair] = math.nan if run.value is None else run.value
-            self.there[run.arm, run.pair] = True
+            self.present[run.arm, run.pair] = True
 
     def metrics(self, arm: int) -> tuple[Floats, Floats]:
         """Metrics of A and of a B, of the pairs that are whole and follow one another."""
-        count = int(np.append(self.there[0] & self.there[arm], False).argmin())
+        count = int(np.append(self.present[0] & self.present[arm], False).argmin())
         return self.values[0, :count], self.values[arm, :count]
 
     def course(self, arm: int) -> Course:
-        """A B against A, after each pair."""
-        a, b = self.metrics(arm)
-        return compare(a, b, self.plan.alpha, self.header.settings.smallest_effect)
+        """A B against A, after each pair; A against itself is never decided."""
+        found = compare(*self.metrics(arm), self.alpha, self.header.settings.smallest_effect)
+        return found._replace(decided=found.decided & (not self.is_itself))
 
     def comparison(self, arm: int) -> Comparison:
         """What is known of a B at the first verdict, or now."""
         course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
-        found = Comparison(name=self.names[arm], verdict="cannot tell")
+        said = "no difference" if self.is_itself else "cannot tell"
+        found = Comparison(name=self.names[arm], verdict=said)
         if not len(a):
             return found
         decided = bool(course.decided.any())
         last = int(course.decided.argmax()) if decided else len(a) - 1
         a, b, mean, half = a[: last + 1], b[: last + 1], course.mean[last], course.half[last]
         ends = {"mean": float(mean), "low": float(mean - half), "high": float(mean + half)}
-        failed, lost = (int(np.isnan(a).sum()), int(np.isnan(b).sum())), bool(course.lost[last])
-        found = replace(found, pairs=len(a), failed=failed, **ends)
-        if not lost and last > 1:
-            found = replace(found, **_noise(a, b if settings.goal == "min" else 2 * a - b))
+        counts, failed = (int(np.isnan(a).sum()), int(np.isnan(b).sum())), bool(course.failed[last])
+        found = replace(found, pairs=len(a), failed=counts, **ends)
+        if not failed and last > 1:
+            found = replace(found, **_noise(a, b, settings.goal))
         if decided:
-            better = (mean < 0) == (settings.goal == "min" or lost)
-            told = "no difference" if course.small[last] else "better" if better else "worse"
-            return replace(found, verdict=told)
-        spread = float((b - a).std(ddof=1)) if last and not lost else math.inf
-        more = pairs_needed(float(mean), spread, self.plan.alpha, settings.smallest_effect)
-        seconds = sum(self.arm(number).seconds or 0.0 for number in (0, arm))
-        needed = more and max(more - len(a), 1)
-        hours = needed and needed * seconds / min(2, self.header.runtime.workers) / 3600
-        return replace(found, needed=needed, hours=hours)
+            better = (mean < 0) == (settings.goal == "min" or failed)
+            said = "no difference" if course.negligible[last] else "better" if better else "worse"
+            return replace(found, verdict=said)
+        deviation = float((b - a).std(ddof=1)) if last and not failed else 0.0
+        if self.is_itself or deviation == 0:
+            return found
+        more = pairs_needed(float(mean), deviation, self.alpha, settings.smallest_effect)
+        arms = [0, *(i for i in range(1, len(self.names)) if not self.course(i).decided.any())]
+        workers = min(self.header.runtime.workers, self.plan.ahead * len(arms))
+        needed, seconds = more and more - len(a), sum(self.arm(i).seconds or 0.0 for i in arms)
+        return replace(found, needed=needed, hours=needed and needed * seconds / workers / 3600)
 
     def arm(self, number: int) -> Arm:
         """All runs of one."""
@@ -95,9 +101,13 @@ class Evidence:
         )
 
 
-def _noise(a: Floats, b: Floats) -> dict[str, Any]:
+def _noise(a: Floats, b: Floats, goal: str) -> dict[str, Any]:
     """Single pairs: what the rule of two sigma says of them, and how far they are apart."""
     apart, limit, count = b - a, 2 * a.std(ddof=1), len(a)
-    width = -float(special.stdtrit(count - 1, 0.025)) * math.sqrt(1 + 1 / count)
-    sigma = int((apart < -limit).sum()), int((apart > limit).sum())
-    return {"two_sigma": sigma, "noise": width * float(apart.std(ddof=1))}
+    ends, deviation = (int((apart < -limit).sum()), int((apart > limit).sum())), apart.std(ddof=1)
+    wrong = special.erfc(limit / deviation / math.sqrt(2)) if deviation else 0.0
+    return {
+        "two_sigma": ends if goal == "min" else ends[::-1],
+        "two_sigma_wrong": float(wrong),
+        "noise": -float(special.stdtrit(count - 1, 0.025)) * float(deviation),
+    }

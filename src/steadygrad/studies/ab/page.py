@@ -24,11 +24,11 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
 
 def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
     (a, b), course, axes = evidence.metrics(arm), evidence.course(arm), figure.subplots()
-    n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.lost
+    n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
     ends = [(course.mean + sign * course.half)[known] for sign in (-1, 1)]
     axes.fill_between(n[known], *ends, color=charts.BAND, linewidth=0)
     axes.plot(n[known], course.mean[known], color=charts.CRITICAL, linewidth=2)
     axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
     axes.axhline(0, color=charts.MUTED, linewidth=1)
     axes.set_xlabel("pairs")
-    axes.set_ylabel(f"{evidence.names[arm]} less A")
+    axes.set_ylabel(f"{evidence.names[arm]} minus A")

@@ -9,15 +9,20 @@ from msgspec import Meta, Struct
 from steadygrad.studies import schema as shared
 from steadygrad.studies.schema import Count, Positive
 
+# Most pairs, and those of A with itself, where no setting says them.
+MOST, ITSELF = 100, 12
 EXAMPLE = "steadygrad ab --metric loss -- 'python a.py --seed {seed}' 'python b.py --seed {seed}'"
 TASK = (
     "Tasks (built-in, path/file.py:make_task), functions of a seed (path/file.py:train) or, with "
-    "--metric, commands with {seed}. A alone is compared with itself: what differences are noise."
+    "--metric, commands with {seed}. A alone is compared with itself on other seeds: its noise."
 )
-METRIC = "Of commands: a regular expression with a group (last match), or a key of lines of JSON."
-ALPHA = "Chance of a wrong verdict on any B. A loop that tries 100 changes wants 0.0005."
-SAMPLES = "Length of a task's trainings; 0: 12 pairs of them fill the budget, at most 10 epochs."
-SMALLEST = "A difference that is known to be no larger is called none, and ends the study."
+METRIC = "Of a command: a regular expression with a group (last match), or a key of lines of JSON."
+GOAL = "Whether a smaller or a larger metric is better."
+ALPHA = "Greatest probability of a wrong verdict in this study. A loop shares it: 0.05 / changes."
+PAIRS = "Most pairs to run; 0: 100, or 12 if A is alone. With --resume: a new limit."
+SAMPLES = "Samples of a task's training; 0: 12 pairs fit into the budget, at most 10 epochs."
+SMALLEST = 'Stop with "no difference" once the difference is known to be at most this.'
+TIMEOUT = "Time limit of a command in seconds; 0: none."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +33,12 @@ class Settings(shared.CommonSettings):
         str, Meta(min_length=1, description=TASK, extra={"nargs": "*", "metavar": "A B"})
     ] = "char-lm"
     metric: Annotated[str, Meta(description=METRIC)] = ""
-    goal: Annotated[Literal["min", "max"], Meta(description="Which metric is better.")] = "min"
+    goal: Annotated[Literal["min", "max"], Meta(description=GOAL)] = "min"
     smallest_effect: Annotated[float, Meta(ge=0, lt=1e300, description=SMALLEST)] = 0.0
     alpha: Annotated[float, Meta(ge=1e-9, le=0.5, description=ALPHA)] = 0.05
-    pairs: Annotated[int, Meta(ge=0, le=1000, description="Most; 0: 100, or 12 of A alone.")] = 0
+    pairs: Annotated[int, Meta(ge=0, le=1000, description=PAIRS)] = 0
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
-    timeout: Annotated[float, Meta(ge=0, lt=1e9, description="Seconds of a command; 0: any.")] = 0.0
+    timeout: Annotated[float, Meta(ge=0, lt=1e9, description=TIMEOUT)] = 0.0
     workers: shared.Workers = 1  # a command may need the whole machine, and hours
     budget: shared.Budget = 86400.0
     dtype: shared.Dtype = "float32"
@@ -52,13 +57,10 @@ class Settings(shared.CommonSettings):
 class Plan(Struct, frozen=True, kw_only=True):
     """What is compared, and amounts of work: ``samples`` of a task's trainings, 0 without a task.
 
-    ``alpha`` is each B's (Bonferroni); ``ahead`` are the pairs that are run at a time once there
-    can be a verdict.
+    ``ahead`` is the number of pairs that are started together after the first possible verdict.
     """
 
     arms: Annotated[tuple[str, ...], Meta(min_length=2)]
-    alpha: Annotated[float, Meta(gt=0, le=0.5)]
-    pairs: Annotated[int, Meta(ge=1, le=1000)]
     ahead: Positive
     samples: Count
     cost: Positive
@@ -79,7 +81,7 @@ class Run(shared.Result, frozen=True, tag="run"):
     key_fields = ("arm", "pair")
 
     arm: Count
-    pair: Count
+    pair: Annotated[int, Meta(ge=0, lt=1000)]
     seed: Count
     value: float | None
     failure: str = ""
@@ -90,9 +92,9 @@ RESULTS = Run
 
 def check(header: Header, result: Any) -> tuple[str, str] | None:
     """Refuses a run that the plan does not have: expected, found."""
-    if result is None or (result.arm < len(header.plan.arms) and result.pair < header.plan.pairs):
+    if result is None or result.arm < len(header.plan.arms):
         return None
-    return "a run that the plan has", f"arm = {result.arm}, pair = {result.pair}"
+    return "a run that the plan has", f"arm = {result.arm}"
 
 
 class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
@@ -100,9 +102,10 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
 
     Attributes:
         mean: Mean difference from A; of the shares of failed runs, once a run has ``failed``.
-        needed: Pairs more that should tell; None where it is told, and beyond ten thousand.
+        needed: Pairs more that should be enough; None where it is told, and beyond ten thousand.
         two_sigma: In how many pairs B is better, and worse, by more than two deviations of A.
-        noise: Of the differences of two single runs 95 % are smaller if there is no effect.
+        two_sigma_wrong: In which part of the pairs that would be said if there were no effect.
+        noise: 95 % of the differences of two runs would be smaller if there were no effect.
     """
 
     name: str
@@ -115,11 +118,12 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
     needed: int | None = None
     hours: float | None = None
     two_sigma: tuple[int, int] | None = None
+    two_sigma_wrong: float | None = None
     noise: float | None = None
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """All runs of one: mean and deviation of the metric, and means of what a run took."""
+    """All runs of A or of a B: mean and deviation of the metric, and means of what a run took."""
 
     name: str
     what: str

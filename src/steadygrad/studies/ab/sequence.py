@@ -3,11 +3,12 @@ r"""A test of paired differences that may be looked at after every pair.
 With :math:`S` and :math:`V` the sums of :math:`d_i - \mu` and of its squares, the interval has all
 :math:`\mu` with
 
-.. math:: (n + 1)^{-1/2} (1 - S^2 / (n + 1) V)^{-n / 2} < 1 / \alpha
+.. math:: (n + 1)^{-1/2} (1 - S^2 / ((n + 1) V))^{-n / 2} < 1 / \alpha
 
-For normal differences the left side is a martingale: all intervals, however many, hold together
-with the probability :math:`1 - \alpha`. At 0.05 four pairs never tell, and five do if all are
-equal. ``benchmarks/ab_truth.py`` tries other distributions and tests.
+It is the mixture over effects of a standard normal distribution, in deviations. For normal
+differences the left side is a martingale: all intervals, however many, hold together with the
+probability :math:`1 - \alpha`. At 0.05 four pairs never tell, and five do if all are equal.
+``benchmarks/ab_truth.py`` tries other distributions and tests.
 
 References:
     | Anytime-Valid t-Tests and Confidence Sequences for Gaussian Means with Unknown Variance
@@ -24,20 +25,20 @@ from steadygrad.studies.statistics import Floats
 
 def half_width(pairs: Floats, deviation: Any, alpha: float) -> Floats:
     """From the mean to the interval's ends, by number of pairs; infinite for too few."""
-    part = -np.expm1(-(2 * math.log(1 / alpha) + np.log1p(pairs)) / pairs)
-    room = pairs / (pairs + 1) - part
-    there = room > 0
-    share = np.divide((pairs - 1) / pairs * part, room, out=np.zeros_like(room), where=there)
-    return np.asarray(np.where(there, deviation * np.sqrt(share), np.inf))
+    limit = -np.expm1(-(2 * math.log(1 / alpha) + np.log1p(pairs)) / pairs)
+    margin = pairs / (pairs + 1) - limit
+    known = margin > 0
+    ratio = np.divide((pairs - 1) / pairs * limit, margin, out=np.zeros_like(margin), where=known)
+    return np.asarray(np.where(known, deviation * np.sqrt(ratio), np.inf))
 
 
 def intervals(differences: Floats, alpha: float) -> tuple[Floats, Floats]:
     """Mean and half width after each pair, for differences of shape ``(*, pairs)``."""
     n = np.arange(1.0, 1 + differences.shape[-1])
     # From the first one: squares of large numbers would lose small deviations.
-    apart = differences - differences[..., :1]
-    mean = apart.cumsum(-1) / n
-    squares = np.maximum((apart**2).cumsum(-1) - n * mean**2, 0.0)
+    shifted = differences - differences[..., :1]
+    mean = shifted.cumsum(-1) / n
+    squares = np.maximum((shifted**2).cumsum(-1) - n * mean**2, 0.0)
     deviation = np.sqrt(squares / np.maximum(n - 1, 1))
     return differences[..., :1] + mean, half_width(n, deviation, alpha)
 
@@ -45,29 +46,31 @@ def intervals(differences: Floats, alpha: float) -> tuple[Floats, Floats]:
 class Course(NamedTuple):
     """A comparison after each pair: arrays of the shape ``(*, pairs)``.
 
-    ``mean`` is B's less A's: of the metric or, once a run is ``lost``, of the share of failed runs.
-    Its interval decides if it leaves out zero, or is ``small``: within the smallest effect.
+    ``mean`` is B's minus A's: of the metric or, once a run has ``failed``, of the share of failed
+    runs. There is a verdict where the interval excludes zero, or the difference is ``negligible``:
+    the interval lies within the smallest effect.
     """
 
     mean: Floats
     half: Floats
-    lost: Any
-    small: Any
+    failed: Any
+    negligible: Any
     decided: Any
 
 
 def compare(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Course:
     """Compares metrics pair by pair; NaN is a run that failed."""
-    lost = np.logical_or.accumulate(np.isnan(a) | np.isnan(b), -1)
-    of_metric = intervals(np.where(lost, 0.0, b - a), alpha)
+    failed = np.logical_or.accumulate(np.isnan(a) | np.isnan(b), -1)
+    of_metric = intervals(np.where(failed, 0.0, b - a), alpha)
     of_failures = intervals(np.isnan(b).astype(float) - np.isnan(a), alpha)
-    mean, half = (np.where(lost, *ends) for ends in zip(of_failures, of_metric, strict=True))
-    # Equal pairs say that nothing has changed, unless the metric takes few values: an accuracy on
-    # some samples is often the same by chance.
+    mean, half = (np.where(failed, *ends) for ends in zip(of_failures, of_metric, strict=True))
+    # Equal differences say something of a metric that takes no value twice, but nothing of one
+    # whose seed is not used, and little of an accuracy on some samples.
     again = (a[..., :, None] == a[..., None, :]) & np.tri(a.shape[-1], k=-1, dtype=bool)
     varies = ~np.logical_or.accumulate(again.any(-1), -1)
-    small = ~lost & (np.abs(mean) + half <= smallest) & ((half > 0) | varies)
-    return Course(mean, half, lost, small, small | (np.abs(mean) > half))
+    telling = failed | (half > 0) | varies
+    negligible = telling & ~failed & (np.abs(mean) + half <= smallest)
+    return Course(mean, half, failed, negligible, negligible | (telling & (np.abs(mean) > half)))
 
 
 def pairs_needed(mean: float, deviation: float, alpha: float, smallest: float = 0.0) -> int | None:

@@ -13,12 +13,12 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.command import run_command
 from steadygrad.studies.ab.findings import Evidence
-from steadygrad.studies.ab.schema import Header, Plan, Run, Settings
+from steadygrad.studies.ab.schema import ITSELF, MOST, Header, Plan, Run, Settings
 from steadygrad.studies.ab.sequence import pairs_needed
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import generators_kept, main_order
+from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import make_trainer
@@ -26,8 +26,7 @@ from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import BUILT_IN, Task, TensorSamples, guarded, load_function, load_task
 from steadygrad.tasks.start import digest_of
 
-# Most pairs, those of A with itself, and most passes over the data, where no setting says them.
-MOST, ITSELF, EPOCHS = 100, 12, 10
+EPOCHS = 10  # most passes over the data where no setting says them
 TRAINING: dict[str, Any] = {}
 
 Arm = Task | Callable[[int], float] | str
@@ -51,7 +50,6 @@ STAND_IN: Mapping[str, Any] = {
     "make_optimizer": torch.optim.SGD,
     "lr": 0.1,
     "batch_size": 1,
-    "samples_per_second": 1.0,
 }
 
 
@@ -60,11 +58,13 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
     tasks = [arm for arm in arms if isinstance(arm, Task)]
     if tasks and len(tasks) < len(arms):
         raise InputError(
-            f"Expected tasks only, or none. Found {len(tasks)} of {len(arms)}. Remedy: functions."
+            f"Expected tasks, or commands and functions, not both. Found {len(tasks)} tasks of "
+            f"{len(arms)}. Remedy: a function that trains the task."
         )
     given = dict(vars(tasks[0]) if tasks else STAND_IN)
     for number, task in enumerate(tasks[1:], start=1):  # a resume compares them with the record's
-        own = task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
+        own = {key: str(x) for key, x in vars(task).items() if isinstance(x, (str, int, float))}
+        own |= task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
         more = {f"B{number}: {name}": value for name, value in own.items()}
         given["provenance"] = given["provenance"] | more
     return Arms(**given, arms=tuple(arms) * (2 if len(arms) == 1 else 1))
@@ -72,15 +72,17 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
 
 def load(settings: Settings, files: Mapping[str, str]) -> Arms:
     """What the settings name; functions in files are at the places in ``files``."""
-    with guarded(f"--metric {settings.metric}"):
-        re.compile(settings.metric)
-    words = settings.words
-    return arms_of(words if settings.metric else [_load(files.get(word, word)) for word in words])
+    words, metric = settings.words, settings.metric
+    if not metric and any("{seed}" in word for word in words):
+        raise InputError("Expected --metric with commands. Found none. Remedy: --metric KEY.")
+    with guarded(f"--metric {metric}"):
+        re.compile(metric)
+    return arms_of(words if metric else [load_arm(files.get(word, word)) for word in words])
 
 
-def _load(spec: str) -> Arm:
+def load_arm(spec: str) -> Arm:
     """A task or, if it takes an argument, a function of a seed."""
-    if spec in BUILT_IN or ".py:" not in spec:
+    if spec in BUILT_IN:
         return load_task(spec)
     function = load_function(spec)
     takes = inspect.signature(function).parameters.values()
@@ -95,23 +97,23 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     arms = settings.words * (count if len(settings.words) == 1 else 1)
     if settings.task == OBJECT:  # known by the first place that it has
         arms = [f"object {[other is arm for other in task.arms].index(True)}" for arm in task.arms]
+    most = settings.pairs or (MOST if len({*arms}) > 1 else ITSELF)
     if isinstance(task.arms[0], Task):
         for arm in task.arms[1:]:
             make_trainer("ab", arm, settings, trainer.context).check_task()
         evaluation = evaluation_cost(len(task.valid))
         span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed * workers
         fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
-        samples = max(1, (settings.samples or fitting) // task.batch_size) * task.batch_size
+        # Whole steps of each.
+        unit = math.lcm(*(arm.batch_size for arm in task.arms))
+        samples = max(1, (settings.samples or fitting) // unit) * unit
         cost = samples + evaluation
-    pairs = settings.pairs or (ITSELF if len({*arms}) == 1 else MOST)
     return Plan(
         arms=tuple(arms),
-        alpha=settings.alpha / (count - 1),
-        pairs=pairs,
         ahead=max(1, workers // count),
         samples=samples,
         cost=cost,
-        work=pairs * count * cost,
+        work=most * count * cost,
         largest_batch=task.batch_size,
     )
 
@@ -119,14 +121,15 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The runs of all pairs until every B has its verdict; refused if the first one all failed."""
     plan, evidence, found = header.plan, Evidence(header, results), list[Trial]()
-    if evidence.there[:, 0].all() and all(run.failure for run in evidence.runs if run.pair == 0):
+    if evidence.present[:, 0].all() and all(run.failure for run in evidence.runs if not run.pair):
         raise InputError(
             "Expected a metric in the first pair. Found that all its runs failed: "
-            f"{evidence.arm(0).failure}. Remedy: mend that, and start a new run."
+            f"{evidence.arm(0).failure}. Remedy: mend that, and delete results/run-*."
         )
     arms, start = list(range(len(plan.arms))), 0
+    decided = [evidence.course(arm).decided for arm in arms]
     # Before it, there is no verdict even if all differences are equal.
-    stop = min(plan.pairs, pairs_needed(1.0, 0.0, plan.alpha) or plan.pairs)
+    stop = min(evidence.pairs, pairs_needed(1.0, 0.0, evidence.alpha) or evidence.pairs)
     while True:
         for pair in range(start, stop):
             # AB, BA: a machine that warms up, or slows down, favours none.
@@ -135,17 +138,19 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
                 job = {"kind": "run", "arm": arm, "pair": pair}
                 what = f"{evidence.names[arm]}, pair {pair + 1}"
                 found.append(Trial(("run", arm, pair), plan.cost, lambda _, job=job: job, what))
-        whole = evidence.there[arms, start:stop].all()
-        arms = [arm for arm in arms if arm == 0 or not evidence.course(arm).decided[:stop].any()]
-        if not whole or len(arms) == 1 or stop == plan.pairs:
+        whole = evidence.present[arms, start:stop].all()
+        arms = [arm for arm in arms if arm == 0 or not decided[arm][:stop].any()]
+        if not whole or len(arms) == 1 or stop >= evidence.pairs:
             return found
-        start, stop = stop, min(plan.pairs, stop + plan.ahead)
+        start, stop = stop, min(evidence.pairs, stop + plan.ahead)
 
 
 def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
     """One run; those of a pair share the seed, the initial weights, and the order of the data."""
     task: Any = place.trainer.task
-    own, settings, context = task.arms[arm], place.header.settings, place.trainer.context
+    with guarded("An arm of the record's plan"):
+        own = task.arms[arm]
+    settings, context = place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
     number = pair + 1000 * plan.arms[:arm].count(plan.arms[arm])
     seed, value, failure, took = settings.seed + number, math.nan, "", dict[str, int]()
@@ -156,7 +161,7 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
             command, cwd = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
             value, took = run_command(command, cwd, settings, context.poll)
         else:
-            with guarded("The function"), generators_kept(context.device):
+            with guarded("The function"):
                 place.trainer.seed_everything("run", number)
                 value = float(own(seed))
         failure = "" if math.isfinite(value) else f"the metric is {value}"

@@ -3,12 +3,20 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from steadygrad.studies.schema import CommonSettings, Count, Few, Positive, PositiveFloat, Result
+from steadygrad.studies.schema import (
+    CommonSettings,
+    Count,
+    Dtype,
+    Few,
+    Positive,
+    PositiveFloat,
+    Result,
+)
 from steadygrad.studies.schema import Finding as CommonFinding
 from steadygrad.studies.schema import Header as CommonHeader
 from steadygrad.studies.schema import Summary as CommonSummary
@@ -119,10 +127,7 @@ class Settings(CommonSettings):
             "allows.",
         ),
     ] = 0
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float64"],
-        Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
-    ] = "float32"
+    dtype: Dtype = "float32"
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,11 +39,13 @@ def test_equal_differences_tell_after_five_pairs_and_zeros_never():
     a = np.array([[0.5, 0.7, 0.6, 0.9, 0.8, 0.1]] * 3)
     course = compare(a, a + np.array([[0.25], [-0.25], [0.0]]), 0.05)
     assert course.decided.tolist() == [[False] * 4 + [True] * 2] * 3
-    assert not course.small[:2].any()
+    assert not course.negligible[:2].any()
     # Of a metric that takes no value twice, equal pairs show that nothing has changed.
-    assert course.small.tolist()[2] == [False] * 4 + [True] * 2
-    again = compare(np.ones((1, 90)), np.ones((1, 90)), 0.05, smallest=0.5)
-    assert not again.decided.any()
+    assert course.negligible.tolist()[2] == [False] * 4 + [True] * 2
+    # One whose seed is not used has said everything with its first pair.
+    ones = np.ones((1, 90))
+    assert not compare(ones, ones, 0.05, smallest=0.5).decided.any()
+    assert not compare(ones, ones + 0.1, 0.05).decided.any()
 
 
 def test_a_failed_run_is_counted_and_stops_the_comparison_of_the_metric():
@@ -61,17 +63,6 @@ def test_a_failed_run_is_counted_and_stops_the_comparison_of_the_metric():
     assert not compare(b, b, 0.05, smallest=1.0).decided.any()
 
 
-def test_an_effect_that_is_too_small_ends_it():
-    rows = np.random.default_rng(1).normal(0.0, 1.0, 100)
-    a = np.random.default_rng(2).normal(size=100)
-    course = compare(a, a + rows, 0.05, smallest=0.6)
-    n = int(course.small.argmax())
-    assert (
-        abs(course.mean[n]) + course.half[n] <= 0.6 < abs(course.mean[n - 1]) + course.half[n - 1]
-    )
-    assert not compare(a, a + rows, 0.05).decided.any()
-
-
 def test_pairs_needed_are_those_at_which_the_interval_leaves_out_zero():
     n = pairs_needed(-0.3, 1.0, 0.05, 0.0)
     rows = np.where(np.arange(2 * n) % 2, 1.0, -1.0)
@@ -80,7 +71,6 @@ def test_pairs_needed_are_those_at_which_the_interval_leaves_out_zero():
         own = own / own.std(ddof=1) - 0.3
         assert (intervals(own, 0.05)[1][-1] < 0.3) == tells
     assert pairs_needed(0.0, 1.0, 0.05, 0.0) is None
-    assert pairs_needed(1e-9, 1.0, 0.05, 0.5) < pairs_needed(0.2, 1.0, 0.05, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "two"])
