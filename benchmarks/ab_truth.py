@@ -62,7 +62,10 @@ def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, F
 
 
 def ours(a: Floats, b: Floats) -> Floats:
-    return compare(a, b, ALPHA).decided
+    """Verdicts of better or worse; a study ends at its first one."""
+    course = compare(a, b, ALPHA)
+    ended = np.logical_or.accumulate(course.negligible, -1)
+    return course.decided & ~ended
 
 
 def looks(a: Floats, b: Floats) -> Floats:
@@ -187,7 +190,7 @@ def main() -> None:
         f"{args.studies:,} studies a row, `python benchmarks/ab_truth.py --save`.",
         "## A against A: studies that ever say better or worse, looked at after each of 100 pairs",
         tables["wrong"],
-        "What correlated pairs share cancels in their differences: of normal metrics both rows agree.",
+        "What correlated pairs share cancels in differences: both rows of normal metrics agree.",
         "## Other errors of the sequential t",
         tables["other"],
         "## Pairs that find an effect, in deviations of one difference",

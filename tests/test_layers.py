@@ -66,14 +66,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 868,
+    "cli": 871,
     "integrations": 950,
-    "studies": 3608,
+    "studies": 3619,
     "studies/advise": 2289,
-    "studies/compare": 2122,
+    "studies/compare": 2127,
     "studies/inspect": 1356,
-    "studies/ab": 760,
-    "tasks": 1626,
+    "studies/ab": 738,
+    "tasks": 1639,
     "noise": 2700,
     "balance": 1207,
     "scale": 1346,

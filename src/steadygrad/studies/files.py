@@ -107,12 +107,14 @@ def load_recorded_task(header: Any, files: Mapping[str, str]) -> Task:
     # Not `header.task.spec`: only the settings were looked at before.
     task = load(header.study, header.settings, files)
     # A training that goes on may write its checkpoint anew: a worker would begin elsewhere.
-    origin = task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
-    for name, value in origin.items():
-        if header.task.provenance.get(name) != value:
+    starts = {name: x for name, x in task.provenance.items() if name.endswith("Task.start")}
+    if task.start:
+        starts["Task.start"] = digest_of(task.start)
+    for name, digest in starts.items():
+        if header.task.provenance.get(name) != digest:
             raise InputError(
-                f"Expected {name} as it was when the run began. Found it changed. "
-                "Remedy: restore it, or start a new run with --out."
+                f"Expected {name} as it was when the run began. Found it changed. Remedy: restore "
+                "it, or start a new run with --out."
             )
     return task
 

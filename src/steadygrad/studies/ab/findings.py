@@ -57,8 +57,9 @@ class Evidence:
     def comparison(self, arm: int) -> Comparison:
         """What is known of a B at the first verdict, or now."""
         course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
-        said = "no difference" if self.is_itself else "cannot tell"
-        found = Comparison(name=self.names[arm], verdict=said)
+        found = Comparison(name=self.names[arm], verdict="cannot tell")
+        if self.is_itself:
+            found = replace(found, verdict="no difference")
         if not len(a):
             return found
         decided = bool(course.decided.any())

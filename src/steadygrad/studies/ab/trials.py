@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
+from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import make_trainer
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import BUILT_IN, Task, TensorSamples, guarded, load_function, load_task
@@ -135,14 +136,17 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
             # AB, BA: a machine that warms up, or slows down, favours none.
             turn = pair % len(arms)
             for arm in arms[turn:] + arms[:turn]:
-                job = {"kind": "run", "arm": arm, "pair": pair}
-                what = f"{evidence.names[arm]}, pair {pair + 1}"
-                found.append(Trial(("run", arm, pair), plan.cost, lambda _, job=job: job, what))
+                what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
+                found.append(Trial(("run", arm, pair), plan.cost, job, what))
         whole = evidence.present[arms, start:stop].all()
         arms = [arm for arm in arms if arm == 0 or not decided[arm][:stop].any()]
         if not whole or len(arms) == 1 or stop >= evidence.pairs:
             return found
         start, stop = stop, min(evidence.pairs, stop + plan.ahead)
+
+
+def _job(arm: int, pair: int, results: Results) -> Job:
+    return {"kind": "run", "arm": arm, "pair": pair}
 
 
 def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:

@@ -12,6 +12,7 @@ from steadygrad.studies.ab.command import metric_of, run_command
 from steadygrad.studies.ab.schema import Settings
 from tests.unit.studies.framework import alive, wait_for
 
+
 def run(command, cwd=".", poll=lambda: None, **settings):
     return run_command(command, str(cwd), Settings(**{"metric": r"x=(\S+)", **settings}), poll)
 

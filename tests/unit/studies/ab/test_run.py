@@ -104,7 +104,6 @@ def test_several_changes_share_the_chance_of_error_and_end_one_by_one(tmp_path):
     found = study(tmp_path, "", "--gain 0.3", "--gain 0.001 --noise 0.1", pairs=9)
     first, second = found.summary.findings
     runs = read_run(found.folder).select(Run)
-    assert read_run(found.folder).header.plan.alpha == 0.025
     # With half of the chance each, five pairs never tell.
     assert (first.name, first.verdict, first.pairs) == ("B1", "better", 6)
     assert (second.name, second.verdict, second.pairs) == ("B2", "cannot tell", 9)
@@ -287,7 +286,7 @@ def test_a_record_with_more_arms_than_tasks_ends_in_one_line(tmp_path, capsys):
 
 
 def test_tasks_and_functions_are_not_compared(tmp_path):
-    with pytest.raises(ValueError, match=r"Found 1 of 2"):
+    with pytest.raises(ValueError, match=r"Found 1 tasks of 2"):
         steadygrad.ab(tiny_task.make_task(), functions.a, out=tmp_path / "run", **QUIET)
 
 
