@@ -18,16 +18,15 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     for arm, name in enumerate(evidence.names):
         if arm and len(evidence.metrics(arm)[0]):
             spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, evidence, arm)
-            courses.append(charts.chart(f"course-{name}", spoken, paint, height=240))
+            courses.append((name, charts.chart(f"course-{name}", spoken, paint, height=240)))
     return {"courses": courses}
 
 
 def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
     (a, b), course, axes = evidence.metrics(arm), evidence.course(arm), figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
-    ends = [(course.mean + sign * course.half)[known] for sign in (-1, 1)]
-    axes.fill_between(n[known], *ends, color=charts.BAND, linewidth=0)
-    axes.plot(n[known], course.mean[known], color=charts.CRITICAL, linewidth=2)
+    style = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
+    axes.errorbar(n[known], course.mean[known], course.half[known], **style)
     axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
     axes.axhline(0, color=charts.MUTED, linewidth=1)
     axes.set_xlabel("pairs")

@@ -69,18 +69,19 @@ def too_little(s: Summary) -> str | None:
 
 def table(s: Summary) -> Table:
     """What was compared, and what a run takes."""
-    heads = ("", "what", "verdict", "metric, mean ± deviation", "minus A", "runs", "a run takes")
+    heads = ("", "what", "verdict", "metric", "minus A", "runs")
     rows = [_row(arm, found) for arm, found in zip(s.arms, (None, *s.findings), strict=True)]
-    title = f"{s.task}, with intervals that are valid at every look"
+    title = f"{s.task}: mean ± standard deviation, and intervals that are valid at every look"
     return Table(title, heads, tuple(rows), text_columns=3)
 
 
 def _row(arm: Arm, found: Comparison | None) -> tuple[str, ...]:
     verdict, apart = (found.verdict, minus(found)) if found else ("baseline", "–")
-    runs = show(arm.runs) + (f", {arm.failed} failed" if arm.failed else "")
     memory = f", {arm.peak_bytes / 1e6:,.0f} MB" if arm.peak_bytes else ""
+    runs = f"{arm.runs} × {show(arm.seconds, 2)} s{memory}"
+    runs += f", {arm.failed} failed" if arm.failed else ""
     metric = f"{show(arm.mean, 4)} ± {show(arm.deviation, 2)}"
-    return arm.name, arm.what, verdict, metric, apart, runs, f"{show(arm.seconds)} s{memory}"
+    return arm.name, arm.what, verdict, metric, apart, runs
 
 
 def minus(found: Comparison) -> str:
