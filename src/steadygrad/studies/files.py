@@ -62,11 +62,11 @@ def trusted(run: Run, given: Mapping[str, Any]) -> dict[str, str]:
             f"it. Found no trace of it. Remedy: read {', '.join(read)}; "
             f"if you trust it: steadygrad {study} {' '.join(map(quote, words))}"
         )
-    if metric and not known and os.getcwd() != folder:
-        # There they would find other files than those that were read.
+    # Commands would find other files there than those that were read.
+    if metric and not (os.path.isdir(folder) if known else os.getcwd() == folder):
         raise InputError(
-            f"Expected the folder that the record names, {folder!r}. Found {os.getcwd()!r}. "
-            "Remedy: cd there, if you trust what the commands find in it."
+            f"Expected the folder of the record's commands, {folder!r}. Found {os.getcwd()!r}. "
+            "Remedy: restore it and cd there, if you trust what the commands find in it."
         )
     return located(settings, folder, given)
 

@@ -122,7 +122,8 @@ def conduct(
             f"A resumed run continues in its own folder. Found out = {str(out)!r} as well. "
             "Remedy: leave out away."
         )
-    folder = continued or out or Path(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]  # quick studies begin in one second
+    folder = continued or out or Path(f"runs/{name}-{now}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
     failed: StudyFailed | None = None
     with _alone(), deadline.signals():

@@ -51,7 +51,8 @@ def run_command(
         out.seek(0)
         text = out.read().decode(errors="replace")
     value = metric_of(text, settings.metric)
-    why = "it printed no metric" if value is None else ""
+    where = "" if "(" in settings.metric else " in a line of JSON"
+    why = f"it printed no number for {settings.metric!r}{where}" if value is None else ""
     if code:
         why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
     elif code is None:
@@ -64,11 +65,19 @@ def run_command(
 
 
 def metric_of(text: str, metric: str) -> float | None:
-    """The last match of a pattern with a group, or a key of the last line of JSON that has it."""
-    found = [m[m.lastindex or 0] for m in re.finditer(metric, text)] if "(" in metric else []
-    for line in text.splitlines() if "(" not in metric else []:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            found.append(json.loads(line)[metric])
-    with suppress(ValueError, TypeError, IndexError, OverflowError):
-        return float(found[-1])
+    """The last match of a pattern with a group, or a key of the last line of JSON that has it.
+
+    None where the last number is no match or goes on after it: an earlier epoch is no result.
+    """
+    with suppress(ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
+        if "(" not in metric:
+            found = []
+            for line in text.splitlines():
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    found.append(json.loads(line)[metric])
+            return float(found[-1])
+        last = [*re.finditer(metric, text)][-1]
+        before, after = re.split(r"(?<!\\)\((?!\?)", metric)[0], text[last.end(1) :]
+        if not (re.match(r"\.?\d|[eE][-+]?\d", after) or (before and re.search(before, after))):
+            return float(last[1])
     return None

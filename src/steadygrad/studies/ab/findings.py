@@ -69,14 +69,14 @@ class Evidence:
         counts, failed = (int(np.isnan(a).sum()), int(np.isnan(b).sum())), bool(course.failed[last])
         found = replace(found, pairs=len(a), failed=counts, **ends)
         if not failed and last > 1:
-            found = replace(found, **_noise(a, b, settings.goal))
+            found = replace(found, **_noise(a, b, settings.goal, self.is_itself))
         if decided:
             better = (mean < 0) == (settings.goal == "min" or failed)
             said = "no difference" if course.negligible[last] else "better" if better else "worse"
             return replace(found, verdict=said)
-        deviation = float((b - a).std(ddof=1)) if last and not failed else 0.0
-        if self.is_itself or deviation == 0:
+        if self.is_itself or failed or last == 0 or half == 0:
             return found
+        deviation = float((b - a).std(ddof=1))
         more = pairs_needed(float(mean), deviation, self.alpha, settings.smallest_effect)
         arms = [0, *(i for i in range(1, len(self.names)) if not self.course(i).decided.any())]
         workers = min(self.header.runtime.workers, self.plan.ahead * len(arms))
@@ -102,13 +102,15 @@ class Evidence:
         )
 
 
-def _noise(a: Floats, b: Floats, goal: str) -> dict[str, Any]:
+def _noise(a: Floats, b: Floats, goal: str, is_itself: bool) -> dict[str, Any]:
     """Single pairs: what the rule of two sigma says of them, and how far they are apart."""
-    apart, limit, count = b - a, 2 * a.std(ddof=1), len(a)
-    ends, deviation = (int((apart < -limit).sum()), int((apart > limit).sum())), apart.std(ddof=1)
-    wrong = special.erfc(limit / deviation / math.sqrt(2)) if deviation else 0.0
-    return {
-        "two_sigma": ends if goal == "min" else ends[::-1],
-        "two_sigma_wrong": float(wrong),
-        "noise": -float(special.stdtrit(count - 1, 0.025)) * float(deviation),
-    }
+    apart, own, varies = b - a, float(a.std(ddof=1)), min(np.ptp(a), np.ptp(b)) > 0
+    better = int((apart < -2 * own).sum()), int((apart > 2 * own).sum())
+    deviation = float(apart.std(ddof=1))
+    if not is_itself:  # if nothing had changed, B would have A's deviation
+        shared = float(np.corrcoef(a, b)[0, 1]) if varies else 0.0
+        deviation = own * math.sqrt(max(0.0, 2 - 2 * shared))
+    wrong = float(special.erfc(math.sqrt(2) * own / deviation)) if deviation else 0.0
+    noise = -float(special.stdtrit(len(a) - 1, 0.025)) * deviation
+    sigma = better if goal == "min" else better[::-1]
+    return {"two_sigma": sigma, "two_sigma_wrong": wrong, "noise": noise}

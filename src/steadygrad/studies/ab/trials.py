@@ -57,9 +57,10 @@ STAND_IN: Mapping[str, Any] = {
 def arms_of(arms: Sequence[Arm]) -> Arms:
     """Tasks, or commands and functions, as one task; a single one twice."""
     tasks = [arm for arm in arms if isinstance(arm, Task)]
-    if tasks and len(tasks) < len(arms):
+    others = [arm for arm in arms if isinstance(arm, str) or callable(arm)]
+    if len(arms) not in (len(tasks), len(others)):
         raise InputError(
-            f"Expected tasks, or commands and functions, not both. Found {len(tasks)} tasks of "
+            f"Expected tasks, or functions and commands, not both. Found {len(tasks)} tasks of "
             f"{len(arms)}. Remedy: a function that trains the task."
         )
     given = dict(vars(tasks[0]) if tasks else STAND_IN)
@@ -77,7 +78,12 @@ def load(settings: Settings, files: Mapping[str, str]) -> Arms:
     if not metric and any("{seed}" in word for word in words):
         raise InputError("Expected --metric with commands. Found none. Remedy: --metric KEY.")
     with guarded(f"--metric {metric}"):
-        re.compile(metric)
+        groups = re.compile(metric).groups
+    if "(" in metric and groups != 1:
+        raise InputError(
+            f"Expected --metric with one group. Found {groups} in {metric!r}. Remedy: parentheses "
+            "around the number alone, and (?:...) elsewhere."
+        )
     return arms_of(words if metric else [load_arm(files.get(word, word)) for word in words])
 
 
@@ -107,6 +113,11 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
         fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
         # Whole steps of each.
         unit = math.lcm(*(arm.batch_size for arm in task.arms))
+        if 0 < settings.samples < unit:
+            raise InputError(
+                f"Expected --samples of at least {unit}, whole steps of each task. Found "
+                f"{settings.samples}. Remedy: more, or batch sizes that divide one another."
+            )
         samples = max(1, (settings.samples or fitting) // unit) * unit
         cost = samples + evaluation
     return Plan(
@@ -168,11 +179,12 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
             with guarded("The function"):
                 place.trainer.seed_everything("run", number)
                 value = float(own(seed))
-        failure = "" if math.isfinite(value) else f"the metric is {value}"
+        # Squares of others would be zero or infinite.
+        failure = "" if value == 0 or 1e-100 < abs(value) < 1e100 else f"the metric is {value}"
     except (InputError, OSError) as error:
         if isinstance(own, Task) and not isinstance(error, Diverged):
             raise
-        failure = str(error)
+        failure = str(error).partition(" Remedy:")[0]
     place.advance(plan.cost, "")
     found = None if failure else value
     return Run(arm=arm, pair=pair, seed=seed, value=found, failure=failure, time=took)

@@ -28,14 +28,17 @@ def sentence(found: Comparison, s: Summary) -> str:
     if found.verdict == "no difference":
         if high == 0:
             return f"No difference: {name} gave exactly A's metric in {found.pairs} pairs."
-        return f"No difference larger than {show(high)} between {name} and A, {after}."
+        return f"No difference larger than {show(high)}: {name} minus A is {minus(found)}, {after}."
     if told:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
     more = ", and even 10,000 would not be enough" if math.isfinite(found.high) else ""
+    if found.low == found.high:
+        more = ": each gave that, as if no seed were used"
     if found.needed and found.hours is not None:
         long = f"{show(60 * found.hours, 2)} minutes"
         long = f"{show(found.hours, 2)} hours" if found.hours > 1 else long
+        long = f"{show(3600 * found.hours, 2)} seconds" if 60 * found.hours < 1 else long
         more = f"; about {found.needed:,} more, in {long}, should be enough"
     return f"{verdict}: {name} minus A is {minus(found)} {after}{more}."
 

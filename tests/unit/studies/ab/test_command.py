@@ -28,7 +28,11 @@ def run(command, cwd=".", poll=lambda: None, **settings):
         ("x 1", "x", None),
         ("[[[" * 9999, "x", None),
         ('{"x": 1%s}' % ("0" * 400), "x", None),
-        ("x=1 y=2", r"x=(.) y=(.)", 2.0),
+        ("x=1\nx=nan", r"x=([0-9.]+)", None),
+        ("x=5.4e-06", r"x=([0-9.]+)", None),
+        ("x=0.54", r"x=([0-9])", None),
+        ("x=0.54, 3 s", r"x=([0-9.]+)", 0.54),
+        ("1\n2", r"([0-9.]+)", 2.0),
     ],
 )
 def test_the_last_metric_counts(text, metric, value):
@@ -45,8 +49,8 @@ def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
     [
         ("echo x=1; echo bye; exit 7", "exit code 7, after 'bye'"),
         ("echo x=1; kill -TERM $$", "ended by signal 15, after 'x=1'"),
-        ("echo 'y=1'", "it printed no metric, after 'y=1'"),
-        ("true", "it printed no metric, after ''"),
+        ("echo 'y=1'", r"it printed no number for 'x=(\\S+)', after 'y=1'"),
+        ("true", r"it printed no number for 'x=(\\S+)', after ''"),
     ],
 )
 def test_a_run_that_fails_says_why(command, why):

@@ -60,9 +60,11 @@ def test_a_command_that_is_better_is_told_from_one_that_is_not(tmp_path):
     # A difference of 0.2 is at most two deviations of A's runs, of about 0.1.
     limit = 2 * a.deviation
     assert row.two_sigma == (int((apart < -limit).sum()), 0)
-    assert row.noise == pytest.approx(2.776 * apart.std(ddof=1), rel=1e-3)
-    wrong = math.erfc(limit / apart.std(ddof=1) / 2**0.5)
-    assert row.two_sigma_wrong == pytest.approx(wrong, rel=1e-6)
+    # If nothing had changed, B would have A's deviation.
+    columns = [[runs[arm, pair] for pair in range(5)] for arm in (0, 1)]
+    noise = a.deviation * math.sqrt(2 - 2 * np.corrcoef(columns)[0, 1])
+    assert row.noise == pytest.approx(2.776 * noise, rel=1e-3)
+    assert row.two_sigma_wrong == pytest.approx(math.erfc(limit / noise / 2**0.5), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_a_study_whose_runs_all_fail_ends_after_a_pair(tmp_path, capsys):
     assert recorded(tmp_path / "run") == 2
 
 
-@pytest.mark.parametrize("metric", ["loss=(", "(a"])
+@pytest.mark.parametrize("metric", ["loss=(", "(a", "a(b)(c)"])
 def test_a_pattern_that_is_none_is_refused_before_anything_runs(metric, tmp_path, capsys):
     words = ["ab", "--metric", metric, "--out", str(tmp_path / "run"), *arms("", "")]
     assert main(words) == 2
@@ -236,8 +238,23 @@ def test_a_task_that_diverges_has_failed(tmp_path):
 
 def test_both_tasks_end_on_a_whole_step_of_theirs(tmp_path):
     tasks = tiny_task.make_task(batch_size=8), tiny_task.make_task(batch_size=12)
-    found = steadygrad.ab(*tasks, samples=20, pairs=1, out=tmp_path / "run", **QUIET)
-    assert read_run(found.folder).header.plan.samples == 24
+    found = steadygrad.ab(*tasks, samples=50, pairs=1, out=tmp_path / "run", **QUIET)
+    assert read_run(found.folder).header.plan.samples == 48
+    with pytest.raises(ValueError, match="--samples of at least 24"):
+        steadygrad.ab(*tasks, samples=20, out=tmp_path / "b", **QUIET)
+
+
+@pytest.mark.parametrize("value", ["1e-170", "-1e300"])
+def test_a_metric_whose_square_is_no_number_is_a_failed_run(value, tmp_path):
+    words = "echo x={seed}", f"echo x={value}"
+    found = steadygrad.ab(*words, metric="x=(.*)", pairs=2, out=tmp_path / "b", **QUIET)
+    assert found.summary.findings[0].failed == (0, 2)
+    assert found.summary.arms[1].failure == f"the metric is {float(value)}"
+
+
+def test_what_is_no_arm_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Expected tasks, or functions"):
+        steadygrad.ab(3, functions.a, out=tmp_path / "run", **QUIET)
 
 
 def test_modules_of_one_name_beside_two_tasks_are_refused(tmp_path):
