@@ -186,13 +186,13 @@ def summed(rows: list[dict]) -> list[str]:
 def judged_right(rate: dict) -> bool:
     """Whether a verdict is not contradicted by the truth.
 
-    One that fits wastes no more samples than are tolerated.
+    One that fits wastes no more samples than are tolerated. Beyond what is known, all are equal.
     """
     own = 1 + rate["truth"][1.0]
     gains = {factor: own / (1 + rate["truth"][factor]) - 1 for factor in (0.5, 2.0)}
     if rate["verdict"] == "fits":
         return max(gains.values()) <= TOLERANCE
-    return gains[2.0 if rate["verdict"] == "low" else 0.5] > 0.0
+    return gains[2.0 if rate["verdict"] == "low" else 0.5] >= 0.0
 
 
 def share(flags: list[bool]) -> str:
