@@ -172,8 +172,8 @@ def _rates(evidence: Evidence) -> Iterator[Job]:
         return
     for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
         known = evidence.rate(size) if size else {}
-        # One that is surely better is no verdict before the other has had a look.
-        if size is None or (len(known) == 2 and any(found.sure for found in known.values())):
+        sure = len(known) == len(RATES) and any(found.sure for found in known.values())
+        if size is None or sure:
             continue
         for rate in RATES:
             found = known.get(rate)
