@@ -179,12 +179,12 @@ def summed(rows: list[dict]) -> list[str]:
         share(timid),
         share([value <= 0.25 for value in schedules]),
         " ".join(f"{v} {verdicts.count(v)}" for v in sorted(set(verdicts))),
-        share([judged_right(rate) for rate in rates if rate["verdict"]]),
+        share([r for rate in rates if rate["verdict"] and (r := judged_right(rate)) is not None]),
     ]
 
 
-def judged_right(rate: dict) -> bool:
-    """Whether a verdict is not contradicted by the truth.
+def judged_right(rate: dict) -> bool | None:
+    """Whether a verdict is not contradicted by the truth; None where the truth reaches no further.
 
     One that fits wastes no more samples than are tolerated.
     """
@@ -192,7 +192,8 @@ def judged_right(rate: dict) -> bool:
     gains = {factor: own / (1 + rate["truth"][factor]) - 1 for factor in (0.5, 2.0)}
     if rate["verdict"] == "fits":
         return max(gains.values()) <= TOLERANCE
-    return gains[2.0 if rate["verdict"] == "low" else 0.5] > 0.0
+    gain = gains[2.0 if rate["verdict"] == "low" else 0.5]
+    return gain > 0.0 if gain else None
 
 
 def share(flags: list[bool]) -> str:

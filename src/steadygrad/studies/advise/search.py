@@ -172,7 +172,8 @@ def _rates(evidence: Evidence) -> Iterator[Job]:
         return
     for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
         known = evidence.rate(size) if size else {}
-        if size is None or any(found.sure for found in known.values()):
+        sure = len(known) == len(RATES) and any(found.sure for found in known.values())
+        if size is None or sure:
             continue
         for rate in RATES:
             found = known.get(rate)

@@ -259,6 +259,15 @@ def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(rate
     assert {key: tried.count(key) for key in tried} == pairs
 
 
+def test_the_other_rate_has_a_look_although_the_first_is_surely_better():
+    runs = [scratch(8, i) for i in range(3)]
+    runs += [scratch(8, i, rate=0.5, slower=0.5) for i in range(3)]
+    tried = {key[3] for key in keys(HEADER, runs) if key[:2] == ("scratch", "8") and key[3] != 1}
+    assert tried == {2.0}
+    runs += [scratch(8, i, rate=2.0, slower=2.0) for i in range(3)]
+    assert not [key for key in keys(HEADER, runs) if key[:2] == ("scratch", "8") and key[3] != 1]
+
+
 def test_rates_that_stay_uncertain_stop_after_the_pairs_reckoned_with():
     header = make_header(**ONE_POINT | {"seeds": 16})
     found = studied(header, 100.0, lengths=1e9, rates={0.5: 1.05, 2.0: 1.05}, sigma=0.05)
