@@ -17,6 +17,10 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.schema import Settings
 
+# The shell's input ends with this process, even by `kill -9`: a second run would share the device.
+# What waits for that is in the command's group, and no child of the command's.
+GUARDED = 'exec 3<&0; ( (read _ <&3; kill -9 -$$) & ); exec sh -c "$0" 3<&- </dev/null'
+
 
 def run_command(
     command: str, cwd: str, settings: Settings, poll: Callable[[], object]
@@ -27,36 +31,32 @@ def run_command(
     process's own; raises InputError if it fails, with the last line that it printed.
     """
     end, code, peak = time.monotonic() + (settings.timeout or math.inf), None, 0
-    where: Any = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    where: Any = {"cwd": cwd, "stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with tempfile.TemporaryFile() as out:
-        group = subprocess.Popen(command, shell=True, stdout=out, start_new_session=True, **where)
-        # Its input ends with this process, even by `kill -9`: a second run would share the device.
-        watch = ["sh", "-c", f"read _; kill -9 -{group.pid}"]
-        guard = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
-        try:
-            while code is None and time.monotonic() < end:
-                poll()
-                time.sleep(0.02)
-                # Not `group.wait`: this says how much memory it had.
-                number, status, usage = os.wait4(group.pid, os.WNOHANG)
-                if number:
-                    code = group.returncode = os.waitstatus_to_exitcode(status)
-                    peak = usage.ru_maxrss
-        finally:
-            guard.kill()
-            guard.communicate()
-            with suppress(ProcessLookupError):
-                os.killpg(group.pid, signal.SIGKILL)
-            group.wait()
+        shell = ["sh", "-c", GUARDED, command]
+        with subprocess.Popen(shell, stdout=out, start_new_session=True, **where) as group:
+            try:
+                while code is None and time.monotonic() < end:
+                    poll()
+                    time.sleep(0.02)
+                    # Not `group.wait`: this says how much memory it had.
+                    number, status, usage = os.wait4(group.pid, os.WNOHANG)
+                    if number:
+                        code = group.returncode = os.waitstatus_to_exitcode(status)
+                        peak = usage.ru_maxrss
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(group.pid, signal.SIGKILL)
         out.seek(0)
         text = out.read().decode(errors="replace")
-    value = metric_of(text, settings.metric)
-    where = "" if "(" in settings.metric else " in a line of JSON"
-    why = f"it printed no number for {settings.metric!r}{where}" if value is None else ""
-    if code:
-        why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
-    elif code is None:
+    why, value = "", metric_of(text, settings.metric)
+    if code is None:
         why = f"it ran into the time limit of {settings.timeout:g} s"
+    elif code:
+        why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+    elif value is None:
+        line = "" if "(" in settings.metric else " in a line of JSON"
+        why = f"it printed no number for {settings.metric!r}{line}"
     if value is None or why:
         raise InputError(f"{why}, after {text.strip().rpartition(chr(10))[2][-200:]!r}")
     # A process that forks hands its own peak on.

@@ -44,6 +44,12 @@ def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
     assert run("cat here 1>&2", tmp_path)[0] == 3.5
 
 
+def test_a_command_has_no_input_and_no_children_that_it_did_not_start():
+    wait = 'import os, sys; print("x=2" if not sys.stdin.read() else ""); os.wait()'
+    with pytest.raises(InputError, match=r"No child processes"):
+        run(f"exec {sys.executable} -c '{wait}'", timeout=60)
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
