@@ -22,11 +22,11 @@ def module_of(study: str, name: str) -> ModuleType:
 
     - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary``, ``RESULTS`` and ``check``
     - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
-      ``plan_for(settings, trainer, *, speed, workers)``, ``trials_of(header)``, and ``TRAINING``,
-      options of the trainer that no setting names; ``load(settings, files)`` where the settings do
-      not name one task
+      ``plan_for(settings, trainer, *, speed, workers)`` and ``trials_of(header)``; perhaps
+      ``TRAINING``, options of the trainer that no setting names, and ``load(settings, files)``
+      where the settings do not name one task
     - ``findings``: ``summarize(header, results, status)``, a pure function
-    - ``words``: ``too_little(summary)``, why there is no result at all, or None
+    - ``words``: perhaps ``too_little(summary)``, why there is no result at all, or None
     - ``page``: ``view(run, summary)``, the charts and tables of the page
     """
     return import_module(f"steadygrad.studies.{study}.{name}")

@@ -314,7 +314,7 @@ def _run(
         write_summary(folder, summary)
     if status == "complete":
         place.checkpoints.remove()
-    why = module_of(header.study, "words").too_little
+    why = getattr(module_of(header.study, "words"), "too_little", lambda summary: None)
     outcome = Outcome(folder, summary, why(summary) if status == "budget" else None, reason)
     if failure:
         raise StudyFailed(

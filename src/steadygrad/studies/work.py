@@ -299,7 +299,7 @@ def make_trainer(
     """A trainer of a task, as a study trains it."""
     names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
     options = {name: getattr(settings, name) for name in names}
-    options |= module_of(study, "trials").TRAINING
+    options |= getattr(module_of(study, "trials"), "TRAINING", {})
     return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
 
 

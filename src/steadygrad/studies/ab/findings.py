@@ -1,6 +1,7 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
+from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Any
 
@@ -29,25 +30,24 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 
 
 class Evidence:
-    """The runs so far: metrics of the shape ``(arms, pairs)``, NaN for failed and missing ones."""
+    """The runs so far; ``ahead`` pairs are begun together after the first possible verdict."""
 
     def __init__(self, header: Header, results: Results) -> None:
         self.header, self.plan, self.runs = header, header.plan, results.select(Run)
-        count, last = len(self.plan.arms), max((run.pair for run in self.runs), default=0)
+        self.values = {(run.arm, run.pair): run.value for run in self.runs}
+        count = len(self.plan.arms)
         self.names = ("A", "B") if count == 2 else ("A", *(f"B{arm}" for arm in range(1, count)))
         self.alpha = header.settings.alpha / (count - 1)  # each B's, by Bonferroni
         self.is_itself = len({*self.plan.arms}) == 1
         self.pairs = header.settings.pairs or (ITSELF if self.is_itself else MOST)
-        shape = count, max(self.pairs, last + 1)
-        self.values, self.present = np.full(shape, math.nan), np.zeros(shape, bool)
-        for run in self.runs:
-            self.values[run.arm, run.pair] = math.nan if run.value is None else run.value
-            self.present[run.arm, run.pair] = True
+        self.ahead = max(1, header.runtime.workers // count)
 
     def metrics(self, arm: int) -> tuple[Floats, Floats]:
-        """Metrics of A and of a B, of the pairs that are whole and follow one another."""
-        count = int(np.append(self.present[0] & self.present[arm], False).argmin())
-        return self.values[0, :count], self.values[arm, :count]
+        """Metrics of A and of a B, NaN of a failed run, of the whole pairs before the first gap."""
+        whole = takewhile(lambda n: {(0, n), (arm, n)} <= self.values.keys(), range(len(self.runs)))
+        both = [(self.values[0, n], self.values[arm, n]) for n in whole]
+        a, b = np.array(both, float).reshape(-1, 2).T
+        return a, b
 
     def course(self, arm: int) -> Course:
         """A B against A, after each pair; A against itself is never decided."""
@@ -62,24 +62,24 @@ class Evidence:
             found = replace(found, verdict="no difference")
         if not len(a):
             return found
-        decided = bool(course.decided.any())
-        last = int(course.decided.argmax()) if decided else len(a) - 1
-        a, b, mean, half = a[: last + 1], b[: last + 1], course.mean[last], course.half[last]
-        ends = {"mean": float(mean), "low": float(mean - half), "high": float(mean + half)}
-        counts, failed = (int(np.isnan(a).sum()), int(np.isnan(b).sum())), bool(course.failed[last])
+        last = int(course.decided.argmax()) if course.decided.any() else len(a) - 1
+        mean, half, failed, negligible, decided = (part[last].item() for part in course)
+        a, b = a[: last + 1], b[: last + 1]
+        ends = {"mean": mean, "low": mean - half, "high": mean + half}
+        counts = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found = replace(found, pairs=len(a), failed=counts, **ends)
         if not failed and last > 1:
             found = replace(found, **_noise(a, b, settings.goal, self.is_itself))
         if decided:
             better = (mean < 0) == (settings.goal == "min" or failed)
-            said = "no difference" if course.negligible[last] else "better" if better else "worse"
+            said = "no difference" if negligible else "better" if better else "worse"
             return replace(found, verdict=said)
         if self.is_itself or failed or last == 0 or half == 0:
             return found
         deviation = float((b - a).std(ddof=1))
-        more = pairs_needed(float(mean), deviation, self.alpha, settings.smallest_effect)
+        more = pairs_needed(mean, deviation, self.alpha, settings.smallest_effect)
         arms = [0, *(i for i in range(1, len(self.names)) if not self.course(i).decided.any())]
-        workers = min(self.header.runtime.workers, self.plan.ahead * len(arms))
+        workers = min(self.header.runtime.workers, self.ahead * len(arms))
         needed, seconds = more and more - len(a), sum(self.arm(i).seconds or 0.0 for i in arms)
         return replace(found, needed=needed, hours=needed and needed * seconds / workers / 3600)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -25,9 +26,8 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
 def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
     (a, b), course, axes = evidence.metrics(arm), evidence.course(arm), figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
-    style = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
+    style: Any = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
     axes.errorbar(n[known], course.mean[known], course.half[known], **style)
     axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
     axes.axhline(0, color=charts.MUTED, linewidth=1)
-    axes.set_xlabel("pairs")
-    axes.set_ylabel(f"{evidence.names[arm]} minus A")
+    axes.set(xlabel="pairs", ylabel=f"{evidence.names[arm]} minus A")

@@ -55,15 +55,10 @@ class Settings(shared.CommonSettings):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What is compared, and amounts of work: ``samples`` of a task's trainings, 0 without a task.
-
-    ``ahead`` is the number of pairs that are started together after the first possible verdict.
-    """
+    """What is compared, and amounts of work: ``samples`` of a task's training, 0 without one."""
 
     arms: Annotated[tuple[str, ...], Meta(min_length=2)]
-    ahead: Positive
     samples: Count
-    cost: Positive
     work: Positive
     largest_batch: Positive
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.command import run_command
@@ -24,34 +25,30 @@ from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import make_trainer
 from steadygrad.studies.workplace import Workplace
-from steadygrad.tasks import BUILT_IN, Task, TensorSamples, guarded, load_function, load_task
+from steadygrad.tasks import BUILT_IN, Samples, Task, TensorSamples, guarded
+from steadygrad.tasks.load import load_function, load_task
 from steadygrad.tasks.start import digest_of
 
 EPOCHS = 10  # most passes over the data where no setting says them
-TRAINING: dict[str, Any] = {}
+ROWS = TensorSamples(torch.eye(2))
 
 Arm = Task | Callable[[int], float] | str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arms(Task):
-    """A, with all that is compared."""
+    """A, with all that is compared; a stand-in for A where commands or functions do the work."""
 
     arms: tuple[Arm, ...]
-
-
-# In place of a task where commands or functions do the work.
-STAND_IN: Mapping[str, Any] = {
-    "name": "runs",
-    "sample": "run",
-    "make_model": lambda: nn.Linear(2, 1),
-    "train": TensorSamples(torch.eye(2)),
-    "valid": TensorSamples(torch.eye(2)),
-    "per_sample_loss": lambda model, batch: model(batch).square().flatten(),
-    "make_optimizer": torch.optim.SGD,
-    "lr": 0.1,
-    "batch_size": 1,
-}
+    name: str = "runs"
+    sample: str = "run"
+    make_model: Callable[[], nn.Module] = lambda: nn.Linear(2, 1)
+    train: Samples = ROWS
+    valid: Samples = ROWS
+    per_sample_loss: Callable[[nn.Module, Any], Tensor] = lambda model, x: model(x).square()[:, 0]
+    make_optimizer: Callable[[Any, float], Optimizer] = SGD
+    lr: float = 0.1
+    batch_size: int = 1
 
 
 def arms_of(arms: Sequence[Arm]) -> Arms:
@@ -63,7 +60,7 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
             f"Expected tasks, or functions and commands, not both. Found {len(tasks)} tasks of "
             f"{len(arms)}. Remedy: a function that trains the task."
         )
-    given = dict(vars(tasks[0]) if tasks else STAND_IN)
+    given = dict(vars(tasks[0])) if tasks else {}
     for number, task in enumerate(tasks[1:], start=1):  # a resume compares them with the record's
         own = {key: str(x) for key, x in vars(task).items() if isinstance(x, (str, int, float))}
         own |= task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
@@ -100,8 +97,8 @@ def load_arm(spec: str) -> Arm:
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The number and length of runs, once all tasks have been tried."""
     task: Any = trainer.task
-    count, samples, cost = len(task.arms), 0, 1
-    arms = settings.words * (count if len(settings.words) == 1 else 1)
+    count, samples = len(task.arms), 0
+    arms = (settings.words * count)[:count]
     if settings.task == OBJECT:  # known by the first place that it has
         arms = [f"object {[other is arm for other in task.arms].index(True)}" for arm in task.arms]
     most = settings.pairs or (MOST if len({*arms}) > 1 else ITSELF)
@@ -119,13 +116,10 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
                 f"{settings.samples}. Remedy: more, or batch sizes that divide one another."
             )
         samples = max(1, (settings.samples or fitting) // unit) * unit
-        cost = samples + evaluation
     return Plan(
         arms=tuple(arms),
-        ahead=max(1, workers // count),
         samples=samples,
-        cost=cost,
-        work=most * count * cost,
+        work=most * count * max(1, samples),
         largest_batch=task.batch_size,
     )
 
@@ -133,27 +127,27 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The runs of all pairs until every B has its verdict; refused if the first one all failed."""
     plan, evidence, found = header.plan, Evidence(header, results), list[Trial]()
-    if evidence.present[:, 0].all() and all(run.failure for run in evidence.runs if not run.pair):
+    arms, first = list(range(len(plan.arms))), [run for run in evidence.runs if run.pair == 0]
+    if len(first) == len(arms) and all(run.failure for run in first):
         raise InputError(
             "Expected a metric in the first pair. Found that all its runs failed: "
-            f"{evidence.arm(0).failure}. Remedy: mend that, and delete results/run-*."
+            f"{first[0].failure}. Remedy: mend that, and delete results/run-*."
         )
-    arms, start = list(range(len(plan.arms))), 0
-    decided = [evidence.course(arm).decided for arm in arms]
+    decided, cost = [evidence.course(arm).decided for arm in arms], max(1, plan.samples)
     # Before it, there is no verdict even if all differences are equal.
-    stop = min(evidence.pairs, pairs_needed(1.0, 0.0, evidence.alpha) or evidence.pairs)
-    while True:
-        for pair in range(start, stop):
-            # AB, BA: a machine that warms up, or slows down, favours none.
-            turn = pair % len(arms)
-            for arm in arms[turn:] + arms[:turn]:
-                what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
-                found.append(Trial(("run", arm, pair), plan.cost, job, what))
-        whole = evidence.present[arms, start:stop].all()
-        arms = [arm for arm in arms if arm == 0 or not decided[arm][:stop].any()]
-        if not whole or len(arms) == 1 or stop >= evidence.pairs:
-            return found
-        start, stop = stop, min(evidence.pairs, stop + plan.ahead)
+    earliest = pairs_needed(1.0, 0.0, evidence.alpha) or evidence.pairs
+    for pair in range(evidence.pairs):
+        if pair >= earliest and (pair - earliest) % evidence.ahead == 0:
+            whole = all(len(decided[arm]) >= pair for arm in arms)
+            arms = [arm for arm in arms if arm == 0 or not decided[arm][:pair].any()]
+            if not whole or len(arms) == 1:
+                break
+        # AB, BA: a machine that warms up, or slows down, favours none.
+        turn = pair % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
+            found.append(Trial(("run", arm, pair), cost, job, what))
+    return found
 
 
 def _job(arm: int, pair: int, results: Results) -> Job:
@@ -185,7 +179,7 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
         if isinstance(own, Task) and not isinstance(error, Diverged):
             raise
         failure = str(error).partition(" Remedy:")[0]
-    place.advance(plan.cost, "")
+    place.advance(max(1, plan.samples), "")
     found = None if failure else value
     return Run(arm=arm, pair=pair, seed=seed, value=found, failure=failure, time=took)
 

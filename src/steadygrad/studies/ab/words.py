@@ -2,7 +2,7 @@
 
 import math
 
-from steadygrad.studies.ab.schema import Arm, Comparison, Summary
+from steadygrad.studies.ab.schema import Comparison, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, percent, show
 
@@ -65,26 +65,19 @@ def remarks(s: Summary) -> tuple[str, ...]:
     return tuple(end[:3])
 
 
-def too_little(s: Summary) -> str | None:
-    """Of no pair at all it can be said that they do not tell."""
-    return None
-
-
 def table(s: Summary) -> Table:
     """What was compared, and what a run takes."""
     heads = ("", "what", "verdict", "metric", "minus A", "runs")
-    rows = [_row(arm, found) for arm, found in zip(s.arms, (None, *s.findings), strict=True)]
+    rows = []
+    for arm, found in zip(s.arms, (None, *s.findings), strict=True):
+        verdict, apart = (found.verdict, minus(found)) if found else ("baseline", "–")
+        memory = f", {arm.peak_bytes / 1e6:,.0f} MB" if arm.peak_bytes else ""
+        failed = f", {arm.failed} failed" if arm.failed else ""
+        runs = f"{arm.runs} × {show(arm.seconds, 2)} s{memory}{failed}"
+        metric = f"{show(arm.mean, 4)} ± {show(arm.deviation, 2)}"
+        rows.append((arm.name, arm.what, verdict, metric, apart, runs))
     title = f"{s.task}: mean ± standard deviation, and intervals that are valid at every look"
     return Table(title, heads, tuple(rows), text_columns=3)
-
-
-def _row(arm: Arm, found: Comparison | None) -> tuple[str, ...]:
-    verdict, apart = (found.verdict, minus(found)) if found else ("baseline", "–")
-    memory = f", {arm.peak_bytes / 1e6:,.0f} MB" if arm.peak_bytes else ""
-    runs = f"{arm.runs} × {show(arm.seconds, 2)} s{memory}"
-    runs += f", {arm.failed} failed" if arm.failed else ""
-    metric = f"{show(arm.mean, 4)} ± {show(arm.deviation, 2)}"
-    return arm.name, arm.what, verdict, metric, apart, runs
 
 
 def minus(found: Comparison) -> str:

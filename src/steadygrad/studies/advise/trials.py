@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -35,9 +34,7 @@ from steadygrad.studies.trials import SHARE
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import guarded
 
-__all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
-
-TRAINING: dict[str, Any] = {}
+__all__ = ["TRIALS", "plan_for", "trials_of"]
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:

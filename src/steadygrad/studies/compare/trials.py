@@ -36,8 +36,6 @@ NO_RATE = 1e-12
 
 Entries = Mapping[str, Entry]
 
-TRAINING: dict[str, Any] = {}
-
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The longest runs that fit the budget, once all optimizers have taken steps.
