@@ -85,7 +85,7 @@ def _missing() -> dict[str, str]:
 
 
 def _step(device: str) -> str:
-    """One step of LANS with default options, on two threads, judged by multi-tensor calls."""
+    """One step of LANS, by loops or kernels where there are any, judged by multi-tensor calls."""
     import torch
 
     from steadygrad.optim import LANS
@@ -94,13 +94,13 @@ def _step(device: str) -> str:
     own.grad, other.grad = own.cos(), other.cos()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        LANS([own]).step()
+        LANS([own], fused=device.startswith("cuda") or None).step()
     LANS([other], foreach=True).step()
     torch.testing.assert_close(own, other)
-    # A step that finds no loops though it looks for them warns.
-    fused = own.device.type == "cpu" and not caught
-    path = "compiled loops (Numba)" if fused else "multi-tensor calls"
-    return " ".join([path, *(f"({warning.message})" for warning in caught)])
+    # A step that finds none though it looks for them warns.
+    path = {"cpu": "compiled loops (Numba)", "cuda": "kernels (Triton) with fused=True"}
+    found = "multi-tensor calls" if caught else path.get(own.device.type, "multi-tensor calls")
+    return " ".join([found, *(f"({warning.message})" for warning in caught)])
 
 
 def _kept_in() -> str:
