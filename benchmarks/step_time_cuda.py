@@ -81,7 +81,6 @@ MAKERS: dict[str, Callable[[list[Tensor]], Step]] = {
     "LANS(fused=True)": lambda p: LANS(p, lr=RATE, fused=True).step,
     "LAMB(fused=True)": lambda p: LAMB(p, lr=RATE, fused=True).step,
     "ScaledAdam(fused=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0, fused=True).step,
-    "LANS 8bit(fused=True)": lambda p: LANS(p, lr=RATE, fused=True, state_dtype="8bit").step,
     "LANS(foreach=True)": lambda p: LANS(p, lr=RATE, foreach=True).step,
     "ScaledAdam(foreach=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0).step,
 }

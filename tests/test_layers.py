@@ -66,7 +66,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 852,
+    "cli": 853,
     "integrations": 950,
     "studies": 3575,
     "studies/advise": 2293,
@@ -77,10 +77,10 @@ CEILINGS = {
     "balance": 1207,
     "scale": 1346,
     "watch": 1231,
-    "optim": 3921,
+    "optim": 3910,
     "distributed.py, shards.py": 763,
-    "optim/loops": 1233,
-    "optim/kernels": 598,
+    "optim/loops": 1222,
+    "optim/kernels": 552,
 }
 
 

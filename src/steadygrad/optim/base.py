@@ -316,7 +316,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> Types | None:
-        """Types for which compiled loops take a parameter; None: multi-tensor calls work on it."""
+        """Types for which loops or kernels take a parameter; None: multi-tensor calls do."""
         name, fused, device = type(self).__name__, group["fused"], parameter.device
         is_default = fused is None and group["foreach"] is None and device.type == "cpu"
         # Torch's own compiler writes kernels of its own.
@@ -325,7 +325,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if (why := loops.why_none(device)) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
             if types and types[2] is torch.uint8 and BACKENDS[device.type] == "kernels":
-                # Kernels have no codes.
+                loops.warn_once(name, "there are none for moments in eight bits")
                 return None
             if types is None:
                 if fused:
@@ -335,7 +335,8 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"a parameter of {layout}, its gradient or a state is not in plain memory",
                     )
                 return None
-            if (why := loops.prepare(self._needed(device), types, device)) is None:
+            needed, states = self._needed(device), len(self._large)
+            if (why := loops.prepare(needed, types, states, device)) is None:
                 return types
         # A rule that has no loops has nothing to miss.
         if fused or all(one.loop for one in self._passes):

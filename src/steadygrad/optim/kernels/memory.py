@@ -1,7 +1,6 @@
 """Memory as kernels read and write it: chunks, factors, 16-bit numbers and masters.
 
-Bfloat16 travels as its bits, in ``int16``: so its rounding is one and the same everywhere, in
-Triton's interpreter too. Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
+Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
 
 A place is a pointer to where a tensor begins. A block, ``here``, is a tuple of its chunk's first
 element in the tensor, offsets in the chunk, the chunk's length, whether all memory starts at
@@ -51,12 +50,6 @@ def factors_of(
 
 
 @triton.jit
-def number(bits: tl.tensor) -> Any:
-    """An option: Triton would hand over a plain number in float32."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
 def cast(numbers: tl.tuple, dtype: tl.constexpr) -> Any:
     """Numbers in another type."""
     return [x.to(dtype) for x in numbers]
@@ -71,9 +64,7 @@ def bounded(x: tl.tensor, bound: tl.tensor) -> Any:
 @triton.jit
 def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
     """Loaded values as numbers of float32 at least."""
-    if dtype == tl.bfloat16:
-        found = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif dtype == tl.float16:
+    if dtype.primitive_bitwidth == 16:
         found = x.to(tl.float32)
     else:
         found = x
@@ -81,24 +72,9 @@ def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _rounded(x: tl.tensor, dtype: tl.constexpr) -> Any:
-    """Numbers as they are stored: rounded to the nearest, ties to even."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        found = tl.where(x == x, near, 0x7FC0).to(tl.int16)
-    else:
-        found = x.to(dtype)
-    return found
-
-
-@triton.jit
 def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
     """Addresses of the elements of a block."""
-    if place.dtype.element_ty == tl.bfloat16:
-        start = place.to(tl.pointer_type(tl.int16)) + here[0]
-    else:
-        start = place + here[0]
+    start = place + here[0]
     if here[3]:
         start = tl.multiple_of(start, 16)
     return start + here[1]
@@ -139,11 +115,8 @@ def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
     found = read(weight, here)
     dtype: tl.constexpr = param.dtype.element_ty
     if dtype != weight.dtype.element_ty:
-        stored, own = _load(param, here), _rounded(found, dtype)
-        if dtype == tl.float16:
-            same = own.to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
-        else:
-            same = own == stored
+        stored = _load(param, here)
+        same = found.to(dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
         found = tl.where(same, found, _widened(stored, dtype))
         tl.store(_pointers(weight, here), found, mask=(here[1] < here[2]) & (same == 0))
     return found
@@ -152,7 +125,7 @@ def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
 @triton.jit
 def write(place: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
     """Rounds a block of numbers and stores it."""
-    found = _rounded(numbers, place.dtype.element_ty)
+    found = numbers.to(place.dtype.element_ty)
     if here[4]:
         tl.store(_pointers(place, here), found, mask=here[1] < here[2])
     else:

@@ -23,7 +23,6 @@ from steadygrad.optim.kernels.memory import (
     STATES,
     WEIGHT,
     factors_of,
-    number,
     places_of,
 )
 from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
@@ -35,12 +34,12 @@ CHUNK = 32768
 BLOCK = 1024
 # Partial sums that are added up side by side.
 WIDTH = tl.constexpr(256)
-# Sums that a pass may leave for each chunk, and options that it is given; zeros after its own.
+# Sums that a pass may leave for each chunk, and its first options, which a kernel is given.
 MOST_SUMS, MOST_OPTIONS = 3, 5
 # Steps that CUDA graphs can record between two that are taken outside of them.
 SPARES = 4
-# Tables that a graph has recorded. CUDA does not say when it is gone.
-_RECORDED: "list[Table]" = []
+# Tables that graphs have recorded, with the memory they copy. CUDA does not say when one is gone.
+_RECORDED: "list[tuple[Table, Tensor]]" = []
 
 
 class Table:
@@ -54,6 +53,7 @@ class Table:
         self, sizes: Sequence[int], types: Types, states: int, device: torch.device
     ) -> None:
         self.types, self.device, self.lengths = types, device, np.asarray(sizes, np.int64)
+        self.kinds = [getattr(tl, str(dtype).removeprefix("torch.")) for dtype in types]
         counts = np.maximum(1, -(-self.lengths // CHUNK))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         ends = np.append(0, np.cumsum(counts))
@@ -69,8 +69,7 @@ class Table:
         self.aligned, self._sent = True, self.addresses.copy()
         self._own = torch.from_numpy(self._sent).to(device, copy=True)
         self.device_addresses = self._own
-        self._spares: list[tuple[Tensor, Tensor]] = []
-        self._recorded: list[tuple[Tensor, Tensor]] = []
+        self._spares: list[Tensor] = []
         self._add_spares()
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
@@ -99,30 +98,21 @@ class Table:
             self._own.copy_(sent, non_blocking=True)
 
     def _record(self) -> None:
-        """Has a graph send these addresses; graphs with equal ones share a table."""
-        equal = (p for p in self._recorded if np.array_equal(p[0].numpy(), self.addresses))
-        host, table = next(equal, None) or self._new_record()
-        table.copy_(host, non_blocking=True)
-        self.device_addresses = table
-
-    def _new_record(self) -> tuple[Tensor, Tensor]:
+        """Has a graph send these addresses."""
         if not self._spares:
             raise RuntimeError(
                 f"Expected at most {SPARES} recorded steps between two outside of CUDA graphs. "
                 "Found one more. Remedy: a step outside before it."
             )
-        if not self._recorded:
-            _RECORDED.append(self)
-        self._recorded.append(self._spares.pop())
-        self._recorded[-1][0].copy_(torch.from_numpy(self.addresses))
-        return self._recorded[-1]
+        host = self._spares.pop().copy_(torch.from_numpy(self.addresses))
+        _RECORDED.append((self, host))
+        self.device_addresses = torch.empty_like(self._own).copy_(host, non_blocking=True)
 
     def _add_spares(self) -> None:
         # A recording needs memory that was made before it.
         pinned = self.device.type == "cuda"
         while len(self._spares) < SPARES:
-            host = torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned)
-            self._spares.append((host, torch.zeros_like(self._own)))
+            self._spares.append(torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned))
 
     def run(
         self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor
@@ -140,9 +130,8 @@ class Table:
             factors,
             inverse_scale,
             *self.addresses.shape,
-            # Bits, which Triton hands over whole, and which are not what a kernel is compiled for.
-            *numbers.view(np.int64).tolist(),
-            *map(_type, self.types),
+            *numbers.tolist(),
+            *self.kinds,
             block=BLOCK,
             aligned=self.aligned,
             body=named(one.kernel),
@@ -196,10 +185,7 @@ def _name(specialization: Any) -> str:
     return str(specialization.constants["body"].__name__)
 
 
-@triton.jit(
-    do_not_specialize=["tensors", "option0", "option1", "option2", "option3", "option4"],
-    repr=_name,
-)
+@triton.jit(do_not_specialize=["tensors"], repr=_name)
 def pass_kernel(
     addresses: tl.tensor,
     chunks: tl.tensor,
@@ -208,11 +194,11 @@ def pass_kernel(
     inverse_scale: tl.tensor,
     tensors: tl.tensor,
     fields: tl.constexpr,
-    option0: tl.int64,
-    option1: tl.int64,
-    option2: tl.int64,
-    option3: tl.int64,
-    option4: tl.int64,
+    option0: tl.float64,
+    option1: tl.float64,
+    option2: tl.float64,
+    option3: tl.float64,
+    option4: tl.float64,
     grad: tl.constexpr,
     weight: tl.constexpr,
     state: tl.constexpr,
@@ -236,11 +222,11 @@ def pass_kernel(
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
     by = factors_of(factors, tensors, tensor, columns)
     options = (
-        number(option0),
-        number(option1),
-        number(option2),
-        number(option3),
-        number(option4),
+        tl.full((), option0, tl.float64),
+        tl.full((), option1, tl.float64),
+        tl.full((), option2, tl.float64),
+        tl.full((), option3, tl.float64),
+        tl.full((), option4, tl.float64),
         tl.load(inverse_scale).to(tl.float64),
     )
     is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64
@@ -282,16 +268,16 @@ def sum_kernel(sums: tl.tensor, ends: tl.tensor, found: tl.tensor, width: tl.ten
     tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
 
 
-def prepare(passes: Sequence[Pass], types: Types, device: torch.device) -> None:
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
     """Compiles the kernels of passes for some types, and raises whatever the compiler raises."""
     for one in passes:
-        _prepare(one, types, device)
+        _prepare(one, types, states, device)
 
 
 @cache
-def _prepare(one: Pass, types: Types, device: torch.device) -> None:
+def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
     """Compiles a kernel and loads it, by runs over an empty tensor."""
-    table = Table([0], types, 2, device)
+    table = Table([0], types, states, device)
     factors = torch.zeros(max(1, one.columns), 1, dtype=torch.float64, device=device)
     for table.aligned in (True, False):
         table.run(one, factors, (), table.one)
@@ -303,8 +289,3 @@ def _start(
 ) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*given, **named)
-
-
-@cache
-def _type(dtype: torch.dtype) -> Any:
-    return getattr(tl, str(dtype).removeprefix("torch."))

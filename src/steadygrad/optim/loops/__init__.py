@@ -39,32 +39,21 @@ def _why_no_numba() -> str | None:
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
 
 
-@cache
-def _why_no_triton() -> str | None:
-    try:
-        importlib.import_module("triton")
-    except Exception as error:
-        return f"triton cannot be loaded ({error})"
-    return None
-
-
 def why_none(device: torch.device) -> str | None:
     """Why there are no loops or kernels for a device; None if there are."""
-    if BACKENDS.get(device.type) == "kernels":
-        return _why_no_triton()
     if device.type not in BACKENDS:
         return f"there are none for {device.type} devices"
-    return BROKEN.get(ALL) or _why_no_numba()
+    return BROKEN.get(ALL) or _why_no_numba() if BACKENDS[device.type] == "loops" else None
 
 
-def prepare(passes: Sequence[Pass], types: Types, device: torch.device) -> str | None:
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> str | None:
     """Compiles loops before a step begins; why that cannot be for these types, or None."""
     if not all(one.place(device) for one in passes):
         return "it has none"
     key = tuple(passes), types, device
     if key not in BROKEN:
         try:
-            runtime_of(device).prepare(passes, types, device)
+            runtime_of(device).prepare(passes, types, states, device)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:

@@ -207,7 +207,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(passes: Iterable[Pass], types: Types, device: torch.device) -> None:
+def prepare(passes: Iterable[Pass], types: Types, states: int, device: torch.device) -> None:
     """Compiles the loops of passes for some types, and raises whatever the compiler raises."""
     for one in passes:
         _kernel_of(one, types)
