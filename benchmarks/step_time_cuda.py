@@ -5,8 +5,8 @@ and in bfloat16 with float32 masters; there AdamW steps float32 weights too and 
 bfloat16 ones, as such training does by hand. The share of bandwidth is that of the bytes a rule
 cannot help to move, over those of a copy on the device in the same run. Host time is that of a call
 that finds the device idle and does not wait for it. Launches are counted by torch's profiler.
-pytorch-optimizer's LAMB and torchao's AdamW take part if they are installed. A set that does not
-fit into the device's memory is left out, and said to be.
+pytorch-optimizer's LAMB and torchao's eight-bit AdamW take part if they are installed. A set that
+does not fit into the device's memory is left out, and said to be.
 
 Run: python benchmarks/step_time_cuda.py [--sets 124M 1.3B 1000 3000] [--types float32 bfloat16]
     [--only LANS ScaledAdam] [--rounds 20] [--save]
@@ -17,11 +17,13 @@ import datetime
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib import import_module
 from statistics import median
 
 import torch
 from side_by_side import Timing, hardware, measure, save
-from step_time import STEPS, gpt, lamb
+from step_time import STEPS, gpt
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -68,6 +70,11 @@ def muon(params: list[Tensor]) -> Step:
     return lambda: [step() for step in steps]
 
 
+def other(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[list[Tensor]], Step]:
+    """The maker of a peer's step."""
+    return lambda p: optimizer(p, lr=RATE).step
+
+
 MAKERS: dict[str, Callable[[list[Tensor]], Step]] = {
     "torch AdamW(fused=True)": adamw,
     "torch Muon": muon,
@@ -77,14 +84,9 @@ MAKERS: dict[str, Callable[[list[Tensor]], Step]] = {
     "LANS(foreach=True)": lambda p: LANS(p, lr=RATE, foreach=True).step,
     "ScaledAdam(foreach=True)": lambda p: ScaledAdam(p, RATE, clipping_scale=2.0).step,
 }
-if lamb() is not None:
-    MAKERS["pytorch-optimizer Lamb"] = lambda p: lamb()(p, lr=RATE).step
-try:
-    from torchao.optim import _AdamW
-except ImportError:
-    pass
-else:
-    MAKERS["torchao AdamW"] = lambda p: _AdamW(p, lr=RATE).step
+for module, peer in (("pytorch_optimizer", "Lamb"), ("torchao.optim", "AdamW8bit")):
+    with suppress(ImportError):
+        MAKERS[f"{module} {peer}"] = other(getattr(import_module(module), peer))
 # Passes over the gradient, over weights and states in float32, and over 16-bit weights; see
 # step_time.py. Others' floors are not known.
 PASSES = {
@@ -199,14 +201,15 @@ def main() -> None:
     makers = {key: MAKERS[key] for key in chosen}
     today = datetime.date.today().isoformat()
     lines = [f"# Time of a step on a GPU, {today}", "", f"{hardware('cuda')}.", ""]
+    print("\n".join(lines))
     for name in args.sets:
         for kind in args.types:
-            lines += timings(name, kind, makers, args.rounds)
+            found = timings(name, kind, makers, args.rounds)
+            print("\n".join(found), flush=True)
+            lines += found
             gc.collect()
-    text = "\n".join(lines)
-    print(text)
     if args.save:
-        print(save("step-time-cuda", text, today))
+        print(save("step-time-cuda", "\n".join(lines), today))
 
 
 if __name__ == "__main__":

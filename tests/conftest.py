@@ -1,4 +1,4 @@
-"""Settings that torch reads as it is imported, and which tests `make test` takes.
+"""Settings that torch and Triton read as they are imported, and which tests `make test` takes.
 
 Any test file may import them, so these settings are made here.
 """
@@ -42,6 +42,11 @@ def pytest_collection():
     # A million objects stay until the end: modules, cases and their parameters. The garbage
     # collector would look through them again and again, here and in each test.
     gc.disable()
+    import torch
+
+    # Without a CUDA device Triton's kernels are tried by its interpreter.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

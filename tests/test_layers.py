@@ -66,7 +66,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 871,
+    "cli": 872,
     "integrations": 950,
     "studies": 3620,
     "studies/advise": 2287,
@@ -77,10 +77,11 @@ CEILINGS = {
     "noise": 2700,
     "balance": 1207,
     "scale": 1346,
-    "watch": 1229,
-    "optim": 3931,
+    "watch": 1231,
+    "optim": 3910,
     "distributed.py, shards.py": 763,
-    "optim/loops": 1229,
+    "optim/loops": 1222,
+    "optim/kernels": 552,
 }
 
 

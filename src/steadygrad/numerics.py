@@ -75,8 +75,7 @@ def square_sums(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views that together are the tensor, each short enough for one sum."""
-    # While torch compiles, not even the size is looked at: it would make code for each answer.
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu" or tensor.numel() <= PIECE:
+    if tensor.device.type != "cpu" or tensor.numel() <= PIECE:
         return [tensor]
     if tensor.is_contiguous():
         return list(tensor.view(-1).split(PIECE))
@@ -88,7 +87,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Inner product of each pair, taken in ``dtype``, with shape ``(tensors)``."""
-    if torch.compiler.is_compiling() or all(tensor.numel() <= PIECE for tensor in first):
+    if all(tensor.numel() <= PIECE for tensor in first):
         products = torch._foreach_mul([a.to(dtype) for a in first], [b.to(dtype) for b in second])
         return torch.stack([product.sum() for product in products])
     return torch.stack(

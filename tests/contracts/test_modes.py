@@ -205,7 +205,7 @@ def test_defaults_leave_the_mode_open():
 
 @every_optimizer
 def test_fused_falls_back_with_one_warning(entry, monkeypatch):
-    monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
+    monkeypatch.setattr(loops, "why_none", lambda device: "numba is not installed")
     monkeypatch.setattr(loops, "_WARNED", set())
     fused, default, plain = parameters(), parameters(), parameters()
     optimizer = entry(fused, fused=True)

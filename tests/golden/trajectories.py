@@ -53,11 +53,11 @@ class Trajectory:
                     group["lr"] = float(self.arrays["lr"][step])
             for name, parameter in parameters.items():
                 gradient = torch.as_tensor(self.arrays[f"grad/{name}"][step])
-                parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
+                parameter.grad = gradient.to(parameter).reshape(parameter.shape)
             optimizer.step()
             for name, parameter in parameters.items():
                 expected = self.arrays[f"param/{name}"][step].astype(np.float64)
-                found = parameter.detach().to(torch.float64).numpy()
+                found = parameter.detach().cpu().to(torch.float64).numpy()
                 scale = np.abs(self.arrays[f"param/{name}"]).max()
                 worst = max(worst, float(np.abs(found - expected).max() / scale))
             after(step)

@@ -7,7 +7,7 @@ import torch
 from torch.amp import GradScaler
 
 from steadygrad import LossBalancer
-from tests.gpu.test_noise_scale_gpu import no_waiting
+from tests.gpu.waiting import no_waiting
 from tests.unit.balance.problems import (
     WEIGHTS,
     draw,

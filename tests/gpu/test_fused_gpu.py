@@ -1,12 +1,15 @@
-"""Passes that torch compiles, on a CUDA device: the formulas' steps, graphs, the same bits."""
+"""Kernels on a CUDA device: the steps of multi-tensor calls, graphs, the same bits."""
 
 import pytest
 import torch
+from adan import Adan
 
 from steadygrad.optim import LANS, ScaledAdam, codes
 from tests.contracts.problems import assert_same, give_gradients, parameters, snapshot, tensors_of
 from tests.contracts.table import OPTIMIZERS
+from tests.gpu.waiting import no_waiting
 
+pytestmark = pytest.mark.filterwarnings("ignore:Expected a fused kernel for Adan")
 every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,8 +42,8 @@ def follow(optimizer, params, steps, none=True):
         optimizer.step()
 
 
-def are_compiled(optimizer):
-    return {batch.compiled for batch in optimizer._built} == {True}
+def by_kernels(optimizer):
+    return all(batch.tables for batch in optimizer._built)
 
 
 @every_optimizer
@@ -52,7 +55,8 @@ def test_fused_equals_foreach_but_for_rounding(entry, dtype):
     one, two = entry(ours, fused=True), entry(theirs, foreach=True)
     follow(one, ours, range(12))
     follow(two, theirs, range(12))
-    assert are_compiled(one)
+    # Moments in eight bits have none, nor has the example of a rule of one's own.
+    assert by_kernels(one) or entry.coded or entry.make is Adan
     for (name, a), (_, b) in zip(tensors_of(one), tensors_of(two), strict=True):
         # Roots and quotients of float32 are within two roundings of the last place there; what
         # cancels, as inner products do, keeps the rounding of its largest term.
@@ -125,11 +129,8 @@ def test_never_waits_for_the_device(entry):
         optimizer.found_inf = torch.zeros((), device="cuda")
         optimizer.grad_scale = torch.full((), 2.0, device="cuda")
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert optimizer.state[params[0]]["step"] == 4
 
 
@@ -211,7 +212,7 @@ def test_elements_beyond_two_to_the_31(make):
     for _ in range(3):
         optimizer.step()
     # All elements are alike, so they must stay so: the last as the first.
-    assert are_compiled(optimizer)
+    assert by_kernels(optimizer)
     assert p[0] != 1
     assert p[-1] == p[0]
     assert (p[2**31 - 3 :] == p[0]).all()

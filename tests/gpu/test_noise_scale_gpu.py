@@ -1,6 +1,5 @@
 """On a CUDA device: the same numbers as on the CPU, and not one wait for the device."""
 
-import contextlib
 import copy
 
 import pytest
@@ -9,6 +8,7 @@ from torch import nn
 
 from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
 from steadygrad.scale import LayerwiseGradScaler
+from tests.gpu.waiting import no_waiting
 
 
 def make():
@@ -23,15 +23,6 @@ def step(noise, model, x, y, scaler=None):
         with noise.microbatch(6):
             (loss if scaler is None else scaler.scale(loss)).backward()
     noise.step()
-
-
-@contextlib.contextmanager
-def no_waiting():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("source", ["microbatch", "per_example", "accumulated"])
@@ -128,6 +119,7 @@ def test_the_split_batch_estimator_equals_the_cpu():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_model_on_the_device():
     model, x, y = make()
     model, x, y = model.cuda(), x.cuda(), y.cuda()

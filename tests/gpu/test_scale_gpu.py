@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.optim import LANS
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
-from tests.gpu.test_noise_scale_gpu import no_waiting
+from tests.gpu.waiting import no_waiting
 from tests.unit.scale.cases import CASES, REFUSED_COMPILED, REORDERED, data_of, loss_of, model_of
 from tests.unit.scale.training import SCALES, Poison, batch, make
 
@@ -85,7 +85,8 @@ def test_the_cpus_decisions():
 def test_does_not_wait_for_the_device(how):
     model, _ = make()
     model = model.cuda()
-    optimizer = LANS(model.parameters(), lr=0.01, foreach=True)
+    # With `fused=True` it looks for overflows itself: the scaler does not ask the device.
+    optimizer = LANS(model.parameters(), lr=0.01, fused=True)
     scales = SCALES if how == "by hand" else AutoScale()
     scaler = LayerwiseGradScaler(model, scales)
     batches = [tuple(value.cuda() for value in batch(step)) for step in range(8)]

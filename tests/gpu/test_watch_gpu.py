@@ -1,9 +1,9 @@
 """The planted faults on a device, and a step that does not wait for it."""
 
 import pytest
-import torch
 
 from steadygrad.watch import GradientWatch
+from tests.gpu.waiting import no_waiting
 from tests.unit.watch.nets import FAULTS, NETS, data, make, mse
 
 
@@ -31,11 +31,8 @@ def test_no_wait_while_all_is_well():
     x, y = (tensor.cuda() for tensor in data())
     mse(model(x), y).backward()
     model.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(3):
             mse(model(x), y).backward()
             model.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert (watch.report(), watch.batches) == (None, 4)

@@ -20,12 +20,11 @@ from torch.optim.optimizer import ParamsT
 from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.numerics import wide
 from steadygrad.optim import codes, loops
-from steadygrad.optim.batch import Gradients, ParamBatch, is_compiled, types_for_loops
+from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
 from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
-from steadygrad.optim.loops import Types
-from steadygrad.optim.passes import Pass, grad_sq_norms
+from steadygrad.optim.passes import BACKENDS, Pass, Types, grad_sq_norms, runtime_of
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
@@ -308,28 +307,26 @@ class ShardedOptimizer(StatefulOptimizer):
         return batches
 
     def _table(self, types: Types, members: list[int], params: Sequence[Tensor]) -> Any:
-        from steadygrad.optim.loops.runtime import Table  # needs numba
-
-        own = [params[i] for i in members]
+        own, device = [params[i] for i in members], params[0].device
         rows = [row_of(p) for p in own] if types[2] is torch.uint8 else ()
         states = len(self._large) * (2 if rows else 1)
-        return Table([local(p).numel() for p in own], types, states, rows, members)
+        more = (rows, members) if BACKENDS[device.type] == "loops" else (device,)
+        return runtime_of(device).Table([local(p).numel() for p in own], types, states, *more)
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> Types | None:
-        """Types for which compiled loops take a parameter; None: multi-tensor calls work on it."""
+        """Types for which loops or kernels take a parameter; None: multi-tensor calls do."""
         name, fused, device = type(self).__name__, group["fused"], parameter.device
-        is_default = fused is None and group["foreach"] is None
+        is_default = fused is None and group["foreach"] is None and device.type == "cpu"
         # Torch's own compiler writes kernels of its own.
-        if torch.compiler.is_compiling() or not (fused or is_default) or is_compiled(group, device):
+        if torch.compiler.is_compiling() or not (fused or is_default):
             return None
-        if device.type != "cpu":
-            if fused:
-                loops.warn_once(name, f"there are none for {device.type} devices")
-            return None
-        if (why := loops.why_none()) is None:
+        if (why := loops.why_none(device)) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
+            if types and types[2] is torch.uint8 and BACKENDS[device.type] == "kernels":
+                loops.warn_once(name, "there are none for moments in eight bits")
+                return None
             if types is None:
                 if fused:
                     layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
@@ -338,15 +335,16 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"a parameter of {layout}, its gradient or a state is not in plain memory",
                     )
                 return None
-            if (why := loops.prepare(self._needed(), types)) is None:
+            needed, states = self._needed(device), len(self._large)
+            if (why := loops.prepare(needed, types, states, device)) is None:
                 return types
         # A rule that has no loops has nothing to miss.
         if fused or all(one.loop for one in self._passes):
             loops.warn_once(name, why)
         return None
 
-    def _needed(self) -> Sequence[Pass]:
-        """The passes that a step takes."""
+    def _needed(self, device: torch.device) -> Sequence[Pass]:
+        """The passes that a step takes on a device."""
         return self._passes
 
     @property

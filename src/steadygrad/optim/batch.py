@@ -13,16 +13,13 @@ from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
-from steadygrad.optim.loops import Types
-from steadygrad.optim.passes import Bucket, Codes, addresses_of, sync_masters
+from steadygrad.optim.passes import Bucket, Codes, Types, addresses_of, sync_masters
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
 if TYPE_CHECKING:
     from steadygrad.optim.loops.runtime import Table
 
-# Types of devices on which `fused=True` has torch compile the passes.
-COMPILED = {"cuda"}
 # Elements that are worked on together even where no parameter has as many.
 BUCKET = 2**20
 
@@ -47,9 +44,8 @@ class ParamBatch:
     a parameter's memory needs no notification. Columns are small states, stacked:
     ``state[p][name]`` are views of their rows, so nothing is gathered one by one.
 
-    With tables it works by compiled loops, else by multi-tensor calls: compiled by torch, one
-    parameter at a time, or several together. Moments may be float32 in some and codes in others.
-    Without views, new states are copied to each.
+    With tables it works by compiled loops or kernels, else by multi-tensor calls. Moments may be
+    float32 in some and codes in others. Without views, new states are copied to each.
 
     Attributes:
         places: Indices of the parameters among all parameters of the optimizer; ``index`` on the
@@ -59,7 +55,6 @@ class ParamBatch:
         columns: Small states, stacked along the first axis.
         numel: Elements of each parameter over all shards.
         exact: The widest type of their device.
-        rows: The index of each within the batch, with shape ``(1)``, where torch compiles.
     """
 
     # Of a step, flags with shape `(tensors)`.
@@ -86,7 +81,6 @@ class ParamBatch:
         self.group, self.params, self.places, self.states = group, list(params), places, states
         self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
-        self.compiled = views and is_compiled(group, self.device)
         self.numel = torch.tensor([p.numel() for p in params], device=self.device)
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
@@ -112,12 +106,7 @@ class ParamBatch:
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
-        # Tensors of their own: the compiler looks at a view's base and offset too.
-        rows = torch.arange(len(params), device=self.device).split(1) if self.compiled else ()
-        self.rows, single = (
-            [row.clone() for row in rows],
-            self.compiled or group["foreach"] is False,
-        )
+        single = group["foreach"] is False
         self._bucketed = [[i] for i in range(len(params))] if single else self._buckets()
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
@@ -302,7 +291,7 @@ class ParamBatch:
         # Only those that were worked on: a graph may still need the others as they are.
         in_step = self._flags[1] if self._flags else [True] * len(self._own)
         written = list(compress(self._own, in_step))
-        if self.tables or self.compiled:
+        if self.tables:
             torch.autograd.graph.increment_version(written)
         if not self.tables:
             for own, master in zip(written, compress(self._masters, in_step), strict=False):
@@ -316,11 +305,6 @@ def _check_shape(gradient: Tensor, parameter: Tensor) -> None:
             f"Expected gradients of their parameters' shapes. Found shape {tuple(gradient.shape)} "
             f"for {tuple(parameter.shape)}. Remedy: zero_grad(), and a new optimizer."
         )
-
-
-def is_compiled(group: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether torch compiles the passes over a group's parameters on a device."""
-    return device.type in COMPILED and bool(group["fused"]) and not torch.compiler.is_compiling()
 
 
 def types_for_loops(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -89,9 +90,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
             scales.append(scale)
         return scales
 
-    def _needed(self) -> Sequence[Pass]:
+    def _needed(self, device: torch.device) -> Sequence[Pass]:
         squares, moments, weights, both = self._passes
-        return (squares, both) if self._is_alone else (squares, moments, weights)
+        in_waves = self._is_alone and both.place(device)
+        return (squares, both) if in_waves else (squares, moments, weights)
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
@@ -103,10 +105,11 @@ class LayerwiseOptimizer(ShardedOptimizer):
             batch.store("step", batch.columns["step"] + batch.taken)
         work = self._work(batches, norms, joint)
         if self._is_alone:
-            for one in work:
-                if one[0].tables:
-                    self._passes.move_in_waves(*one)
-            work = [one for one in work if not one[0].tables]
+            both = self._passes.move_in_waves
+            in_waves = [bool(batch.tables and both.place(batch.device)) for batch in batches]
+            for one in compress(work, in_waves):
+                both(*one)
+            work = [one for one, done in zip(work, in_waves, strict=True) if not done]
             batches = [batch for batch, _, _ in work]
         totals = self._sums(
             batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)
@@ -180,7 +183,7 @@ class LANS(LayerwiseOptimizer):
             :mod:`steadygrad.optim.codes`. Small parameters keep float32.
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
-        fused: Whether to fuse a step's passes: compiled loops on CPUs, ``torch.compile`` on CUDA
+        fused: Whether to fuse a step's passes: compiled loops on CPUs, Triton kernels on CUDA
             devices; None: on CPUs with the extra ``cpu``.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph, as in torch.

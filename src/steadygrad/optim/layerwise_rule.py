@@ -215,15 +215,19 @@ class LayerwisePasses(NamedTuple):
 
 def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     """The passes of a step with one direction or two, and the sums of the second, for reports."""
-    loops, rows, constants = "steadygrad.optim.loops.layerwise:", 2 + has_two, (has_two,)
+    loops, kernels = (f"steadygrad.optim.{name}.layerwise:" for name in ("loops", "kernels"))
+    rows, constants = 2 + has_two, (has_two,)
+    first, second = len(Factors._fields), len(Coefficients._fields)
     moments, weights, directions = (
         partial(function, has_two=has_two)
         for function in (_move_moments, _move_weights, _direction_sums)
     )
     passes = LayerwisePasses(
         grad_sq_norms,
-        Pass(moments, rows, f"{loops}moments_kernel", constants),
-        Pass(weights, 0, f"{loops}weights_kernel", constants, writes=True),
+        Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),
+        Pass(
+            weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second, True
+        ),
         Pass(weights, 0, f"{loops}waves_kernel", constants, writes=True, in_waves=True),
     )
     return passes, Pass(directions, rows)

@@ -1,13 +1,12 @@
 """Passes over all elements of a batch of parameters: what a rule is made of.
 
 A rule alternates between arithmetic on columns, with one number for each parameter, and passes. A
-pass is a function of multi-tensor calls. On CPUs it may have a compiled loop that does the same
-(:mod:`steadygrad.optim.loops`), and on CUDA devices ``fused=True`` has torch compile the function.
+pass is a function of multi-tensor calls. It may have a compiled loop that does the same on CPUs
+(:mod:`steadygrad.optim.loops`), and a kernel for CUDA devices (:mod:`steadygrad.optim.kernels`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from steadygrad._checks import InputError
 from steadygrad.numerics import exact, square_sums, wide
-from steadygrad.optim.codes import BLOCK, CODES, decode, encode, floors, least_ratio
+from steadygrad.optim.codes import CODES, decode, encode, floors, least_ratio
 
 if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
+
+
+# Types of gradients, weights, state, and of the parameters that weights are rounded to.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+# What works on devices of a type, besides multi-tensor calls.
+BACKENDS = {"cpu": "loops", "cuda": "kernels"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,6 @@ class Bucket:
     moments: tuple[list[Tensor], ...]  # local large states, all in one type
     inverse_scale: Tensor | None = None  # on every gradient that is read
     codes: "Codes | None" = None  # None: the moments are numbers
-    # The place of the only parameter, with shape `(1)`, where torch compiles the pass: it would
-    # make code for each number.
-    row: Tensor | None = None
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -109,9 +112,6 @@ class Bucket:
 
     def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
         """Entries of these parameters in columns ``(tensors)``, as scalars."""
-        if self.row is not None:
-            parts = [column.index_select(0, self.row).view(()) for column in columns]
-            return [[p if p.dtype is torch.bool else p.to(dtype)] for p in parts]
         first, stop, entries = min(self.places), max(self.places) + 1, []
         for column in columns:
             # Unbinds the range of this bucket only: there may be as many buckets as parameters.
@@ -119,31 +119,6 @@ class Bucket:
             values = (part if part.dtype is torch.bool else part.to(dtype)).unbind()
             entries.append([values[i - first] for i in self.places])
         return entries
-
-    def for_compiler(self, row: Tensor) -> "Bucket":
-        """This bucket of one parameter so that one code does for tensors of all shapes."""
-        # A zero that stands for None takes no memory.
-        grads = [g.contiguous() if 0 in g.stride() else g for g in self.grads]
-        tensors, codes = [self.weights, grads, *self.moments], self.codes
-        # Rows of whole blocks are as good as rows of one.
-        has_rows = codes is not None and codes.rows[0] % BLOCK
-        if not has_rows and all(_is_plain(t) for some in tensors for t in some):
-            tensors = [[_flat(t) for t in some] for some in tensors]
-            codes = replace(codes, rows=[BLOCK]) if codes else None
-        weights, grads, *moments = tensors
-        return Bucket([0], weights, grads, tuple(moments), self.inverse_scale, codes, row)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its numbers in their order: no wrapper, no view that negates."""
-    has_own_memory = type(tensor) in (Tensor, torch.nn.Parameter)
-    return has_own_memory and tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's memory with one axis; no view, whose base the compiler would look at too."""
-    flat, count = torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor.numel()
-    return flat.set_(tensor.untyped_storage(), tensor.storage_offset(), (count,), (1,))
 
 
 # Of a bucket, factors in columns, and the options that all parameters share, to sums with shape
@@ -159,12 +134,10 @@ class Pass:
     rows: int = 0  # sums that it leaves for each parameter
     loop: str = ""  # where the maker of its compiled loop is, "module:name"; empty: it has none
     constants: tuple[Any, ...] = ()  # what else the maker is given
+    kernel: str = ""  # where its kernel is, "module:name"; empty: it has none
+    columns: int = 0  # factors that the kernel is given
     writes: bool = False  # whether it moves moments that are codes
     in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
-
-    def __post_init__(self) -> None:
-        # Made once: torch compiles anew what it has not seen.
-        self._on_codes = partial(_on_codes, self.function, self.writes)
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.
@@ -178,41 +151,31 @@ class Pass:
             This process's sums, with shape ``(rows, tensors)``; None without rows.
         """
         if batch.tables:
-            from steadygrad.optim.loops.runtime import run  # needs numba
-
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
-            return run(batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale)
+            given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
+            return runtime_of(batch.device).run(*given)
         parts = []
         for bucket in batch.buckets:
-            work = self.function if bucket.codes is None else self._on_codes
-            if batch.compiled:
-                (i,) = bucket.places
-                sums = _compiled(work)(bucket.for_compiler(batch.rows[i]), by, options)
-            else:
-                sums = work(bucket, by, options)
-            parts.append((bucket.places, sums))
+            numbers = bucket if bucket.codes is None else bucket.decoded()
+            parts.append((bucket.places, self.function(numbers, by, options)))
+            if self.writes and bucket.codes is not None:
+                bucket.write(numbers.moments, by[0])
         return joined(batch.weights, parts, self.rows) if self.rows else None
 
-    def maker(self) -> Any:
-        """The maker of its compiled loop."""
-        module, _, name = self.loop.partition(":")
-        return getattr(import_module(module), name)
+    def place(self, device: torch.device) -> str:
+        """Where its loop or kernel for a device is; empty: it has none."""
+        return {"loops": self.loop, "kernels": self.kernel}.get(BACKENDS.get(device.type, ""), "")
 
 
-def _on_codes(
-    function: BucketPass, writes: bool, bucket: Bucket, by: Any, options: Any
-) -> Tensor | None:
-    """Calls a function, which takes numbers, for moments that are codes."""
-    numbers = bucket.decoded()
-    sums = function(numbers, by, options)
-    if writes:
-        bucket.write(numbers.moments, by[0])
-    return sums
+def named(place: str) -> Any:
+    """What is at a place, ``"module:name"``."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
-@cache
-def _compiled(function: BucketPass) -> BucketPass:
-    return torch.compile(function, dynamic=True)
+def runtime_of(device: torch.device) -> Any:
+    """The module that starts loops, which needs numba, or kernels, which needs Triton."""
+    return import_module(f"steadygrad.optim.{BACKENDS[device.type]}.runtime")
 
 
 def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], rows: int) -> Tensor:
@@ -345,10 +308,30 @@ def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
 
 
 # Squared norms of gradients, by which a step is taken or not, in one row.
-grad_sq_norms = Pass(_grad_sq_norms, 1, "steadygrad.optim.loops.scaled_adam:sums_kernel")
+grad_sq_norms = Pass(
+    _grad_sq_norms,
+    1,
+    "steadygrad.optim.loops.scaled_adam:sums_kernel",
+    kernel="steadygrad.optim.kernels.scaled_adam:sums",
+)
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Address of each tensor's memory."""
     # Without a loop in Python: there are thousands of them a step.
     return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+def check_memory(
+    addresses: NDArray[np.int64], lengths: NDArray[np.int64], has_grad: NDArray[np.bool_]
+) -> None:
+    """Raises InputError if a tensor was freed; of rows of addresses, a gradient's the first."""
+    if addresses.all():
+        return
+    freed = (addresses == 0) & (lengths > 0)[:, None]
+    freed[:, 0] &= has_grad
+    if freed.any():
+        raise InputError(
+            "Expected parameters, gradients and states with memory. Found one that was freed. "
+            "Remedy: give it memory again before the step, or set a gradient to None."
+        )

@@ -256,10 +256,17 @@ def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
         p.copy_(torch.where(ok, p.clamp(-bound, bound), p))
 
 
-_LOOPS = "steadygrad.optim.loops.scaled_adam:"
+_LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops", "kernels"))
 # This process's :math:`|g|^2`, :math:`p \cdot g` and :math:`|p|^2`, by whether the latter two are
 # needed.
-sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel")
+sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel", kernel=f"{_KERNELS}sums", columns=1)
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
 # :math:`p \cdot g` with the weights before the update.
-update = Pass(_update, 1, f"{_LOOPS}update_kernel", writes=True)
+update = Pass(
+    _update,
+    1,
+    f"{_LOOPS}update_kernel",
+    kernel=f"{_KERNELS}update",
+    columns=len(StepScales._fields),
+    writes=True,
+)

@@ -197,8 +197,10 @@ class GradientWatch:
     def _close(self) -> None:
         """Ends all open passes."""
         for over in self._open:
-            bad = over.broken and [x for x in over.seen if not is_finite(x.value)]
-            if self.shared.deferred or (bad and not all(map(self._habits.has, bad))):
+            deferred, bad = self.shared.deferred, []
+            if over.broken and not deferred:  # on a device the look would wait for it
+                bad = [x for x in over.seen if not is_finite(x.value)]
+            if deferred or not all(map(self._habits.has, bad)):
                 # A fault has to be explained, and weights are still those of the pass.
                 over.weights = self._look(lambda p: p)
                 over.gradients = self._look(lambda p: p.grad) if over.backward else {}

@@ -19,6 +19,7 @@ from steadygrad import optim
 from steadygrad.optim import LAMB, LANS, ScaledAdam, loops
 from steadygrad.optim.layerwise_rule import LANS_PASSES
 from steadygrad.optim.loops import numbers, runtime, scaled_adam
+from steadygrad.optim.passes import named
 
 MAKERS = {
     "lans": LANS,
@@ -26,6 +27,7 @@ MAKERS = {
     "scaled_adam": lambda p, **k: ScaledAdam(p, clipping_scale=2.0, **k),
 }
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+CPU = torch.device("cpu")
 
 
 def trained(make, steps=4, **mode):
@@ -125,7 +127,7 @@ def test_the_first_compiled_step_may_come_after_the_fork():
 def step_beside_a_lock(connection):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    connection.send(([p.numpy() for p in trained(LANS)], loops.why_none()))
+    connection.send(([p.numpy() for p in trained(LANS)], loops.why_none(CPU)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -297,7 +299,7 @@ def test_every_reason_is_told_once(monkeypatch):
     params[0].grad, params[1].grad = torch.ones(6, 2), torch.ones(3)
     with pytest.warns(UserWarning, match="plain memory"):
         LANS(params, fused=True).step()
-    monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
+    monkeypatch.setattr(loops, "why_none", lambda device: "numba is not installed")
     with pytest.warns(UserWarning, match="numba is not installed") as caught:
         LANS(params, fused=True).step()
     assert len(caught) == 1
@@ -306,7 +308,7 @@ def test_every_reason_is_told_once(monkeypatch):
 def test_reasons(monkeypatch):
     import numba
 
-    assert loops.why_none() is None
+    assert loops.why_none(CPU) is None
     missing = loops._why_no_numba.__wrapped__
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     assert missing() == "NUMBA_DISABLE_JIT is set"
@@ -324,14 +326,14 @@ def test_what_is_no_fault_of_the_compiler_is_raised(monkeypatch):
     p.grad = torch.ones(3)
     with pytest.raises(MemoryError, match="out of memory"):
         optimizer.step()
-    assert loops.why_none() is None
+    assert loops.why_none(CPU) is None
     assert torch.equal(p.detach(), torch.ones(3))
 
 
 @every_optimizer
 def test_without_numba_one_warning_says_what_it_costs(make, monkeypatch):
     monkeypatch.setattr(loops, "_WARNED", set())
-    monkeypatch.setattr(loops, "why_none", lambda: "numba is not installed")
+    monkeypatch.setattr(loops, "why_none", lambda device: "numba is not installed")
     with pytest.warns(UserWarning, match=r"numba is not installed.*steadygrad\[cpu\]") as caught:
         found = trained(make)
     assert len(caught) == 1
@@ -381,7 +383,7 @@ def test_loops_are_made_anew_where_their_parts_change():
     own = {one.loop: one for one in (*LANS_PASSES, *ScaledAdam._passes)}
     assert len(own) == sum(path.read_text().count("def kernel(") for path in modules)
     for one in own.values():
-        assert types in [cell.cell_contents for cell in one.maker()(types).__closure__]
+        assert types in [cell.cell_contents for cell in named(one.loop)(types).__closure__]
     # Of anything else that compiled code is made of the number would know nothing.
     known = {*map(Path.resolve, numbers.SOURCES)}
     for path in {*modules, *(path for path in known if path.parent == place)}:
@@ -424,7 +426,7 @@ def test_a_broken_numba_is_none(error, monkeypatch):
     loops._why_no_numba.cache_clear()
     monkeypatch.setattr(loops.importlib, "import_module", broken)
     try:
-        found = loops.why_none()
+        found = loops.why_none(CPU)
         assert found == "numba cannot be loaded (libllvmlite.so cannot be found)"
     finally:
         loops._why_no_numba.cache_clear()

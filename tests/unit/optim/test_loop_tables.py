@@ -9,6 +9,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.optim import LANS
 from steadygrad.optim.layerwise_rule import LANS_PASSES
+from steadygrad.optim.loops import runtime
 from steadygrad.optim.loops.numbers import (
     BLOCK,
     GRAD,
@@ -73,7 +74,13 @@ def table_of(tensors):
 
 def sums_of(table):
     return LANS_PASSES.grad_sq_norms(
-        SimpleNamespace(tables=[table], sum_dtype=torch.float64, inverse_scale=None, seeds=None)
+        SimpleNamespace(
+            tables=[table],
+            device=torch.device("cpu"),
+            sum_dtype=torch.float64,
+            inverse_scale=None,
+            seeds=None,
+        )
     )[0]
 
 
@@ -133,7 +140,7 @@ def test_weights_move_by_the_sums_of_all_threads():
 
 
 @pytest.mark.parametrize("states", [1, 3])
-def test_any_number_of_large_states(states):
+def test_any_number_of_large_states(states, monkeypatch):
     @block_of
     def block(args, row, first, size, by, given, types):
         g, x, _p = arrays_at(args, row, first, size, types)
@@ -156,9 +163,8 @@ def test_any_number_of_large_states(states):
     table.fill_states(moments)
     places = [addresses_of(own) for own in (grads, weights, weights)]
     table.fill(np.array(places), np.array([True, True]))
-    one = Pass(None)
-    one.maker = lambda: make
-    run([table], one, (), (), torch.float32, None)
+    monkeypatch.setattr(runtime, "named", lambda place: make)
+    run([table], Pass(None), (), (), torch.float32, None)
     for k, own in enumerate(moments):
         for tensor in own:
             assert torch.equal(tensor, torch.full_like(tensor, 10.0 * k + 2 * (k + 1) + 0.5))

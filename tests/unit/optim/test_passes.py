@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 from steadygrad import numerics
 from steadygrad.numerics import exact, inner_products, square_sums, wide
@@ -155,23 +153,3 @@ def test_sums_of_many_elements_lose_no_digits(layout):
     assert square_sums([torch.zeros(()).expand(2**20, 2**10)]).tolist() == [0]
     found = inner_products([x], [y], torch.float32).item()
     assert found == pytest.approx(exact[1].item(), rel=5e-6)  # cancels to a hundredth of its terms
-
-
-@pytest.mark.parametrize(
-    "view", [lambda t: t, lambda t: t.t(), torch._neg_view, lambda t: TwoTensor(t, t)]
-)
-def test_what_the_compiler_gets_has_the_same_numbers(view):
-    """Of a view that negates or a wrapper the memory alone would tell something else."""
-    weight = draw(3, 4)
-    gradient = view(weight.clone())
-    bucket = Bucket([5], [weight], [gradient], ([weight],))
-    alone = bucket.for_compiler(torch.tensor([5]))
-    (found,) = alone.grads
-    assert type(found) is type(gradient)
-    expected = gradient.reshape(found.shape)
-    first = (lambda t: t.a) if isinstance(gradient, TwoTensor) else (lambda t: t)
-    assert torch.equal(first(found), first(expected))
-    # Plain ones have one axis, so that one code does for all shapes.
-    assert (found.ndim == 1) is (
-        type(gradient) is Tensor and not gradient.is_neg() and gradient.is_contiguous()
-    )

@@ -62,4 +62,4 @@ def data_of(case, dtype=torch.float32):
 def loss_of(model, x):
     out = model(x)
     # Weights, so that no gradient is zero because of a symmetry.
-    return (out * (1 + torch.arange(out.shape[-1]))).square().sum()
+    return (out * (1 + torch.arange(out.shape[-1], device=out.device))).square().sum()

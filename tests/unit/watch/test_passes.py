@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steadygrad.watch import GradientWatch
+from steadygrad.watch import GradientWatch, gradient_watch
 from tests.unit.watch.nets import FAULTS, Backward, Block, Module, Stack, data, make, mse
 from tests.unit.watch.test_faults import step
 
@@ -168,6 +168,17 @@ def test_minus_infinity_that_is_usual_is_not_blamed(deferred):
     step(model)
     found = watch.report()
     assert (found.kind, found.name, found.batch) == ("output", "blocks.1.place.2", 3)
+
+
+def test_what_is_on_a_device_is_not_looked_at_when_a_pass_ends(monkeypatch):
+    model, _ = make("residual")
+    watch = GradientWatch(model)
+    watch.shared.deferred, looks = True, []
+    monkeypatch.setattr(gradient_watch, "is_finite", lambda value: looks.append(value) or True)
+    for seed in range(3):
+        step(model, seed=seed)
+    assert looks == []
+    assert (watch.report(), watch.batches) == (None, 3)
 
 
 def test_sparse_gradients():

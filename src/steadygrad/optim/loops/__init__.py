@@ -1,4 +1,7 @@
-"""Compiled loops for CPUs, with the extra ``cpu`` (numba): whether a step can go by them."""
+"""Compiled loops for CPUs, with the extra ``cpu`` (numba), and whether a step can go by them.
+
+Or by kernels, where its parameters are on a CUDA device: :mod:`steadygrad.optim.kernels`.
+"""
 
 import importlib
 import os
@@ -8,10 +11,7 @@ from functools import cache
 
 import torch
 
-from steadygrad.optim.passes import Pass
-
-# Types of gradients, weights, state, and of the parameters that weights are rounded to.
-Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+from steadygrad.optim.passes import BACKENDS, Pass, Types, runtime_of
 
 # Why loops are not tried again in this process: by passes and types, or of all of them.
 BROKEN: dict[Hashable, str] = {}
@@ -39,20 +39,22 @@ def _why_no_numba() -> str | None:
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
 
 
-def why_none() -> str | None:
-    """Why there are no compiled loops here; None if there are."""
-    return BROKEN.get(ALL) or _why_no_numba()
+def why_none(device: torch.device) -> str | None:
+    """Why there are no loops or kernels for a device; None if there are."""
+    if device.type not in BACKENDS:
+        return f"there are none for {device.type} devices"
+    return BROKEN.get(ALL) or _why_no_numba() if BACKENDS[device.type] == "loops" else None
 
 
-def prepare(passes: Sequence[Pass], types: Types) -> str | None:
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> str | None:
     """Compiles loops before a step begins; why that cannot be for these types, or None."""
-    if not all(one.loop for one in passes):
+    if not all(one.place(device) for one in passes):
         return "it has none"
-    key = tuple(passes), types
+    key = tuple(passes), types, device
     if key not in BROKEN:
         try:
-            importlib.import_module("steadygrad.optim.loops.runtime").prepare(passes, types)
-        except MemoryError:
+            runtime_of(device).prepare(passes, types, states, device)
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:
             # A compiler may raise anything on an unknown machine.
@@ -66,7 +68,7 @@ def warn_once(optimizer: str, why: str) -> None:
         _WARNED.add((optimizer, why))
         warnings.warn(
             f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
-            "used. Remedy: pip install 'steadygrad[cpu]', and parameters on a CPU whose data is "
-            "contiguous(); foreach=True chooses multi-tensor calls.",
+            "used. Remedy: numba for parameters on a CPU (pip install 'steadygrad[cpu]'), triton "
+            "on CUDA devices, and contiguous() data; foreach=True chooses multi-tensor calls.",
             stacklevel=2,
         )

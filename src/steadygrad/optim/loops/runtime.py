@@ -25,11 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steadygrad._checks import InputError
 from steadygrad.optim import codes
-from steadygrad.optim.loops import ALL, BROKEN, Types, numbers, was_forked
+from steadygrad.optim.loops import ALL, BROKEN, numbers, was_forked
 from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
-from steadygrad.optim.passes import Pass, addresses_of
+from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
 
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -99,15 +98,7 @@ class Table:
         Addresses of gradients, zero for None, of parameters and of weights, ``(3, batch)``.
         """
         self.addresses[:, [GRAD, PARAM, WEIGHT]] = addresses[:, self.members].T
-        if not self.addresses.all():
-            freed = (self.addresses == 0) & (self.lengths > 0)[:, None]
-            freed[:, GRAD] &= has_grad[self.members]
-            if not freed.any():
-                return
-            raise InputError(
-                "Expected parameters, gradients and states with memory. Found one that was freed. "
-                "Remedy: give it memory again before the step, or set a gradient to None."
-            )
+        check_memory(self.addresses, self.lengths, has_grad[self.members])
 
     def run(
         self, one: Pass, factors: NDArray[np.float64], options: NDArray[np.float64]
@@ -216,7 +207,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(passes: Iterable[Pass], types: Types) -> None:
+def prepare(passes: Iterable[Pass], types: Types, states: int, device: torch.device) -> None:
     """Compiles the loops of passes for some types, and raises whatever the compiler raises."""
     for one in passes:
         _kernel_of(one, types)
@@ -224,7 +215,7 @@ def prepare(passes: Iterable[Pass], types: Types) -> None:
 
 def _kernel_of(one: Pass, types: Types) -> Any:
     with _LOCK:
-        return _kernel_for(one.maker(), types, one.constants)
+        return _kernel_for(named(one.loop), types, one.constants)
 
 
 # A kernel's address is valid only while the kernel object lives, so it is kept here.

@@ -1,0 +1,140 @@
+"""Memory as kernels read and write it: chunks, factors, 16-bit numbers and masters.
+
+Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
+
+A place is a pointer to where a tensor begins. A block, ``here``, is a tuple of its chunk's first
+element in the tensor, offsets in the chunk, the chunk's length, whether all memory starts at
+multiples of 16 bytes, and whether the block may reach beyond the chunk's end. The last two are
+constants only as long as no name without an annotation is given to them.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
+GRAD, PARAM, WEIGHT, STATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def places_of(
+    addresses: tl.tensor,
+    fields: tl.constexpr,
+    tensor: tl.tensor,
+    grad: tl.constexpr,
+    weight: tl.constexpr,
+    state: tl.constexpr,
+    param: tl.constexpr,
+) -> Any:
+    """Places of a tensor's gradient, weight, large states and parameter."""
+    row = addresses + tensor * fields
+    found = tl.tuple(())
+    found += (tl.load(row + GRAD).to(tl.pointer_type(grad)),)
+    found += (tl.load(row + WEIGHT).to(tl.pointer_type(weight)),)
+    for i in tl.static_range(STATES, fields):
+        found += (tl.load(row + i).to(tl.pointer_type(state)),)
+    found += (tl.load(row + PARAM).to(tl.pointer_type(param)),)
+    return found
+
+
+@triton.jit
+def factors_of(
+    factors: tl.tensor, tensors: tl.tensor, tensor: tl.tensor, columns: tl.constexpr
+) -> Any:
+    """A tensor's factors."""
+    found = tl.tuple(())
+    for i in tl.static_range(columns):
+        found += (tl.load(factors + i * tensors.to(tl.int64) + tensor),)
+    return found
+
+
+@triton.jit
+def cast(numbers: tl.tuple, dtype: tl.constexpr) -> Any:
+    """Numbers in another type."""
+    return [x.to(dtype) for x in numbers]
+
+
+@triton.jit
+def bounded(x: tl.tensor, bound: tl.tensor) -> Any:
+    """Numbers within a bound and its negative; a NaN stays one."""
+    return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
+
+
+@triton.jit
+def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
+    """Loaded values as numbers of float32 at least."""
+    if dtype.primitive_bitwidth == 16:
+        found = x.to(tl.float32)
+    else:
+        found = x
+    return found
+
+
+@triton.jit
+def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
+    """Addresses of the elements of a block."""
+    start = place + here[0]
+    if here[3]:
+        start = tl.multiple_of(start, 16)
+    return start + here[1]
+
+
+@triton.jit
+def _load(place: tl.tensor, here: tl.tuple) -> Any:
+    """A block as it is stored; zeros beyond the chunk's end."""
+    if here[4]:
+        found = tl.load(_pointers(place, here), mask=here[1] < here[2], other=0)
+    else:
+        found = tl.load(_pointers(place, here))
+    return found
+
+
+@triton.jit
+def read(place: tl.tensor, here: tl.tuple) -> Any:
+    """A block of numbers; zeros beyond the chunk's end."""
+    return _widened(_load(place, here), place.dtype.element_ty)
+
+
+@triton.jit
+def read_gradient(place: tl.tensor, here: tl.tuple, inverse_scale: tl.tensor) -> Any:
+    """A block of a gradient without its loss scale; zeros for one without an address."""
+    known = place.to(tl.int64) != 0
+    there = here[1] < tl.where(known, here[2], 0) if here[4] else known
+    found = tl.load(_pointers(place, here), mask=there, other=0)
+    wide = _widened(found, place.dtype.element_ty)
+    return wide * inverse_scale.to(wide.dtype)
+
+
+@triton.jit
+def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
+    """A block of weights; masters take values that were written to their parameters.
+
+    An element that is still its master's rounding tells nothing new; any other is the master now.
+    """
+    found = read(weight, here)
+    dtype: tl.constexpr = param.dtype.element_ty
+    if dtype != weight.dtype.element_ty:
+        stored = _load(param, here)
+        same = found.to(dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
+        found = tl.where(same, found, _widened(stored, dtype))
+        tl.store(_pointers(weight, here), found, mask=(here[1] < here[2]) & (same == 0))
+    return found
+
+
+@triton.jit
+def write(place: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
+    """Rounds a block of numbers and stores it."""
+    found = numbers.to(place.dtype.element_ty)
+    if here[4]:
+        tl.store(_pointers(place, here), found, mask=here[1] < here[2])
+    else:
+        tl.store(_pointers(place, here), found)
+
+
+@triton.jit
+def write_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
+    """Stores a block of weights, and the parameters that are their roundings."""
+    write(weight, here, numbers)
+    if param.dtype.element_ty != weight.dtype.element_ty:
+        write(param, here, numbers)

@@ -1,0 +1,291 @@
+"""How kernels are compiled and started.
+
+One program works on one chunk. Its sums go to a place of its own, and another kernel adds up those
+of each tensor, always in the same order.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steadygrad.optim.checks import is_capturing
+from steadygrad.optim.kernels.memory import (
+    GRAD,
+    PARAM,
+    STATES,
+    WEIGHT,
+    factors_of,
+    places_of,
+)
+from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
+
+# Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
+# sums to add up, with more some processors have nothing left to do at the end.
+CHUNK = 32768
+# Elements that a program works on at a time.
+BLOCK = 1024
+# Partial sums that are added up side by side.
+WIDTH = tl.constexpr(256)
+# Sums that a pass may leave for each chunk, and its first options, which a kernel is given.
+MOST_SUMS, MOST_OPTIONS = 3, 5
+# Steps that CUDA graphs can record between two that are taken outside of them.
+SPARES = 4
+# Tables that graphs have recorded, with the memory they copy. CUDA does not say when one is gone.
+_RECORDED: "list[tuple[Table, Tensor]]" = []
+
+
+class Table:
+    """Addresses and chunks of a batch's tensors, on their device.
+
+    Addresses are copied to it where they have changed. A CUDA graph copies a table of its own at
+    each replay, from pinned memory that later steps do not write to.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], types: Types, states: int, device: torch.device
+    ) -> None:
+        self.types, self.device, self.lengths = types, device, np.asarray(sizes, np.int64)
+        self.kinds = [getattr(tl, str(dtype).removeprefix("torch.")) for dtype in types]
+        counts = np.maximum(1, -(-self.lengths // CHUNK))
+        tensors = np.repeat(np.arange(len(sizes)), counts)
+        ends = np.append(0, np.cumsum(counts))
+        starts = (np.arange(len(tensors)) - ends[tensors]) * CHUNK
+        parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
+        # Rows of tensor, first element and length, and where the chunks of a tensor begin and end.
+        self.chunks = torch.from_numpy(np.stack([tensors, starts, parts], axis=1)).to(device)
+        self.ends = torch.from_numpy(ends).to(device)
+        self.partial_sums = torch.zeros(MOST_SUMS, len(tensors), dtype=torch.float64).to(device)
+        self.one = torch.ones((), dtype=torch.float64, device=device)
+        # Zero for a gradient that is zero.
+        self.addresses = np.zeros((len(sizes), STATES.value + states), np.int64)
+        self.aligned, self._sent = True, self.addresses.copy()
+        self._own = torch.from_numpy(self._sent).to(device, copy=True)
+        self.device_addresses = self._own
+        self._spares: list[Tensor] = []
+        self._add_spares()
+
+    def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
+        """Writes where large states lie, given as a list for each of them."""
+        for place, states in enumerate(moments):
+            self.addresses[:, STATES.value + place] = addresses_of(states)
+
+    def fill(self, addresses: NDArray[np.int64], has_grad: NDArray[np.bool_]) -> None:
+        """Writes where all that may have moved lies now, and sends it without a wait.
+
+        Addresses of gradients, zero for None, of parameters and of weights, ``(3, tensors)``.
+        """
+        self.addresses[:, [GRAD.value, PARAM.value, WEIGHT.value]] = addresses.T
+        check_memory(self.addresses, self.lengths, has_grad)
+        self.aligned = not (self.addresses % 16).any()
+        if is_capturing():
+            self._record()
+            return
+        self._add_spares()
+        self.device_addresses = self._own
+        if not np.array_equal(self._sent, self.addresses):
+            self._sent = self.addresses.copy()
+            sent = torch.from_numpy(self._sent)
+            # Pinned memory goes back to its pool after the copy, not before.
+            sent = sent.pin_memory() if self.device.type == "cuda" else sent
+            self._own.copy_(sent, non_blocking=True)
+
+    def _record(self) -> None:
+        """Has a graph send these addresses."""
+        if not self._spares:
+            raise RuntimeError(
+                f"Expected at most {SPARES} recorded steps between two outside of CUDA graphs. "
+                "Found one more. Remedy: a step outside before it."
+            )
+        host = self._spares.pop().copy_(torch.from_numpy(self.addresses))
+        _RECORDED.append((self, host))
+        self.device_addresses = torch.empty_like(self._own).copy_(host, non_blocking=True)
+
+    def _add_spares(self) -> None:
+        # A recording needs memory that was made before it.
+        pinned = self.device.type == "cuda"
+        while len(self._spares) < SPARES:
+            self._spares.append(torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned))
+
+    def run(
+        self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor
+    ) -> None:
+        """Starts a pass's kernel; its sums are partial ones of chunks."""
+        numbers = np.zeros(MOST_OPTIONS)
+        numbers[: len(options)] = options
+        _start(
+            pass_kernel,
+            (len(self.chunks),),
+            self.device,
+            self.device_addresses,
+            self.chunks,
+            self.partial_sums,
+            factors,
+            inverse_scale,
+            *self.addresses.shape,
+            *numbers.tolist(),
+            *self.kinds,
+            block=BLOCK,
+            aligned=self.aligned,
+            body=named(one.kernel),
+            columns=one.columns,
+            rows=one.rows,
+            has_two=one.constants == (True,),
+        )
+
+    def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""
+        found = torch.empty(rows, len(self.lengths), dtype=dtype, device=self.device)
+        grid = (len(self.lengths), rows)
+        given = self.partial_sums, self.ends, found, len(self.chunks)
+        _start(sum_kernel, grid, self.device, *given)
+        return found
+
+
+def run(
+    tables: Sequence[Table],
+    one: Pass,
+    by: Sequence[Tensor],
+    options: Sequence[float | Tensor],
+    sum_dtype: torch.dtype,
+    inverse_scale: Tensor | None,
+) -> Tensor | None:
+    """Runs a pass's kernel over a batch, which has one table.
+
+    A tensor takes part if its first factor is not zero; in sums over gradients all do.
+
+    Returns:
+        This process's sums, with shape ``(rows, tensors)``; None without rows.
+    """
+    (table,) = tables
+    # A pass without factors is handed what it does not read.
+    factors = torch.stack([*by]).to(torch.float64) if len(by) else table.partial_sums
+    numbers = [float(x) for x in options[:MOST_OPTIONS]]
+    table.run(one, factors, numbers, table.one if inverse_scale is None else inverse_scale)
+    return table.sums(one.rows, sum_dtype) if one.rows else None
+
+
+@triton.jit
+def _added(totals: tl.tuple, more: tl.tuple, rows: tl.constexpr) -> Any:
+    found = tl.tuple(())
+    for i in tl.static_range(rows):
+        found += (totals[i] + more[i],)
+    return found
+
+
+def _name(specialization: Any) -> str:
+    """The name of a kernel, as profilers show it: its pass's."""
+    return str(specialization.constants["body"].__name__)
+
+
+@triton.jit(do_not_specialize=["tensors"], repr=_name)
+def pass_kernel(
+    addresses: tl.tensor,
+    chunks: tl.tensor,
+    sums: tl.tensor,
+    factors: tl.tensor,
+    inverse_scale: tl.tensor,
+    tensors: tl.tensor,
+    fields: tl.constexpr,
+    option0: tl.float64,
+    option1: tl.float64,
+    option2: tl.float64,
+    option3: tl.float64,
+    option4: tl.float64,
+    grad: tl.constexpr,
+    weight: tl.constexpr,
+    state: tl.constexpr,
+    param: tl.constexpr,
+    block: tl.constexpr,
+    aligned: tl.constexpr,
+    body: tl.constexpr,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+    has_two: tl.constexpr,
+) -> None:
+    """Works on a chunk, block by block, and adds up the blocks' sums.
+
+    The work on a block is a function of four tuples: pointers to a tensor's gradient, weight, large
+    states and parameter; the tensor's factors; the options, the last of which is one over the loss
+    scale in the gradients; and the block, see :mod:`steadygrad.optim.kernels.memory`. Factors and
+    options are of float64. It returns a tuple of blocks, whose elements are added up.
+    """
+    row = chunks + tl.program_id(0).to(tl.int64) * 3
+    tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
+    places = places_of(addresses, fields, tensor, grad, weight, state, param)
+    by = factors_of(factors, tensors, tensor, columns)
+    options = (
+        tl.full((), option0, tl.float64),
+        tl.full((), option1, tl.float64),
+        tl.full((), option2, tl.float64),
+        tl.full((), option3, tl.float64),
+        tl.full((), option4, tl.float64),
+        tl.load(inverse_scale).to(tl.float64),
+    )
+    is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64
+    exact: tl.constexpr = tl.float64 if is_wide else tl.float32
+    totals = tl.tuple(())
+    for _ in tl.static_range(rows):
+        totals += (tl.zeros((block,), exact),)
+    # Sums over gradients, which have one factor at most, are of all tensors.
+    there = length >= 0
+    if columns > 1:
+        there = by[0] != 0
+    if there:
+        lanes, full = tl.arange(0, block), length // block * block
+        for begin in range(0, full, block):
+            # Without a name: a block's flags would be constants no more.
+            more = body(
+                places, by, options, (first, begin + lanes, length, aligned, False), has_two
+            )
+            totals = _added(totals, more, rows)
+        if full < length:
+            more = body(places, by, options, (first, full + lanes, length, aligned, True), has_two)
+            totals = _added(totals, more, rows)
+    own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
+    for i in tl.static_range(rows):
+        tl.store(own + i * width, tl.sum(totals[i]).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["width"])
+def sum_kernel(sums: tl.tensor, ends: tl.tensor, found: tl.tensor, width: tl.tensor) -> None:
+    """Sums of tensors from the sums of their chunks: a program for each tensor and row."""
+    tensor, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = tl.load(ends + tensor)
+    count = (tl.load(ends + tensor + 1) - first).to(tl.int32)
+    place = sums + row * width + first
+    total = tl.zeros((WIDTH,), tl.float64)
+    for start in range(0, count, WIDTH):
+        offsets = start + tl.arange(0, WIDTH)
+        total += tl.load(place + offsets, mask=offsets < count, other=0.0)
+    tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
+
+
+def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
+    """Compiles the kernels of passes for some types, and raises whatever the compiler raises."""
+    for one in passes:
+        _prepare(one, types, states, device)
+
+
+@cache
+def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
+    """Compiles a kernel and loads it, by runs over an empty tensor."""
+    table = Table([0], types, states, device)
+    factors = torch.zeros(max(1, one.columns), 1, dtype=torch.float64, device=device)
+    for table.aligned in (True, False):
+        table.run(one, factors, (), table.one)
+    table.sums(1, torch.promote_types(types[1], torch.float32))
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **named: Any
+) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*given, **named)

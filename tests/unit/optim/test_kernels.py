@@ -1,0 +1,320 @@
+"""Triton's kernels take the steps of multi-tensor calls: by its interpreter, on a CPU."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from steadygrad.optim import LANS, ScaledAdam, loops, passes
+from tests.contracts.problems import (
+    Watch,
+    assert_rounded_alike,
+    assert_same,
+    give_gradients,
+    parameters,
+    run,
+    snapshot,
+)
+from tests.contracts.table import OPTIMIZERS
+
+# Older interpreters do not get along with NumPy from 2.4 on.
+pytest.importorskip("triton", "3.7", reason="triton 3.7 or newer is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton compiles here: tests/gpu tries its kernels", allow_module_level=True)
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from steadygrad.optim.kernels import runtime
+
+# numpy warns where the interpreter divides by zero or overflows; what comes of it is not used.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WITH_KERNELS = {n: e for n, e in OPTIMIZERS.items() if n != "adan" and "8bit" not in n}
+# The interpreter takes long: one variant of each optimizer, that with the most options, is quick.
+QUICK = {"lans-bounded", "lamb-nvidia", "scaled_adam-clipped"}
+every_optimizer = pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, entry in WITH_KERNELS.items()
+    ],
+)
+CPU = torch.device("cpu")
+
+
+def _converted(numbers, given, wanted, mode):
+    """The interpreter's own does not round to the nearest."""
+    kinds = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16}
+    source = torch.from_numpy(np.ascontiguousarray(numbers))
+    bits = {tl.float32: torch.int32, tl.bfloat16: torch.uint16}[wanted]
+    return source.view(kinds[given]).to(kinds[wanted]).view(bits).numpy()
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Gives CPU tensors to kernels, in chunks so small that some have two; names of launches."""
+    monkeypatch.setattr(interpreter, "_convert_float", _converted)
+    monkeypatch.setitem(passes.BACKENDS, "cpu", "kernels")
+    monkeypatch.setattr(runtime, "CHUNK", 16)
+    monkeypatch.setattr(loops, "BROKEN", {})
+    monkeypatch.setattr(loops, "_WARNED", set())
+    runtime._prepare.cache_clear()
+    found, start = [], runtime._start
+
+    def counted(kernel, *given, **named):
+        found.append(named.get("body", kernel).fn.__name__)
+        start(kernel, *given, **named)
+
+    monkeypatch.setattr(runtime, "_start", counted)
+    yield found
+    runtime._prepare.cache_clear()
+
+
+def with_kernels(optimizer):
+    return [bool(batch.tables) for batch in optimizer._built]
+
+
+def mixed(types):
+    """Parameters of all types, one of them frozen, some without gradients at times."""
+    groups = [parameters(dtype)[:5:2] + parameters(dtype)[1:2] for dtype in types]
+    params = [p for group in groups for p in group]
+    params[2].requires_grad_(False)
+    return params
+
+
+@every_optimizer
+def test_a_model_of_all_types(entry):
+    # A norm over all gradients brings the roundings of narrow types to float64.
+    types = TYPES[: 3 if "max_grad_norm" in entry.options else 4]
+    ours, theirs = mixed(types), mixed(types)
+    groups = [[{"params": p[::2]}, {"params": p[1::2], "lr": 0.004}] for p in (ours, theirs)]
+    one, two = entry(groups[0], fused=True), entry(groups[1], foreach=True)
+    for step in range(6):
+        for params, optimizer in ((ours, one), (theirs, two)):
+            give_gradients(params, step)
+            params[2].grad = None
+            if step == 3:
+                params[0].grad[1, 1] = torch.inf
+            if step == 4:
+                params[4].data[0, 0] = 0.75  # written from outside: a master must follow
+            optimizer.step()
+    assert all(with_kernels(one))
+    assert one.skipped == two.skipped == 1
+    assert_rounded_alike(one, two)
+    for p in ours:
+        if "master_weight" in one.state[p]:
+            assert torch.equal(p.detach(), one.state[p]["master_weight"].to(p.dtype))
+
+
+@every_optimizer
+def test_no_wait_for_a_tensor_that_is_read(entry):
+    """A tensor learning rate, and what a gradient scaler has left, are read in the kernels."""
+    params, others = parameters(), parameters()
+    rate = torch.tensor(0.01)
+    optimizer, plain = entry(params, lr=rate, fused=True), entry(others, foreach=True)
+    for step in range(3):
+        rate.fill_(0.01 / (1 + step))
+        plain.param_groups[0]["lr"] = float(rate)
+        give_gradients(params, step, none=False)
+        give_gradients(others, step, none=False)
+        optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(4.0)
+        for p in params:
+            p.grad.mul_(4)
+        with Watch() as watch:
+            optimizer.step()
+        assert watch.waits == []
+        plain.step()
+    assert_rounded_alike(optimizer, plain)
+
+
+@every_optimizer
+@pytest.mark.parametrize("bad", ["nan", "found_inf"])
+def test_a_bad_step_changes_nothing(entry, bad):
+    params = parameters(torch.bfloat16)[:5]
+    optimizer = entry(params, fused=True)
+    run(optimizer, params, [0])
+    give_gradients(params, 3)
+    if bad == "nan":
+        params[4].grad[0, 1, 0] = torch.nan
+    else:
+        optimizer.found_inf = torch.ones(())
+    before = snapshot(optimizer, params)
+    optimizer.step()
+    assert_same(before, snapshot(optimizer, params))
+    assert optimizer.skipped == 1
+
+
+@every_optimizer
+def test_tensors_that_move_are_found(entry):
+    """A load, a gradient elsewhere or in another order: all of the same shapes."""
+    ours, theirs = parameters(), parameters()
+    one, two = entry(ours, fused=True), entry(theirs, foreach=True)
+    for params, optimizer in ((ours, one), (theirs, two)):
+        run(optimizer, params, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        params[0].data = params[0].detach().clone()
+        give_gradients(params, 3)
+        params[0].grad = params[0].grad.t().contiguous().t()
+        optimizer.step()
+    assert_rounded_alike(one, two)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (LANS, ["sums", "sum_kernel", "move_moments", "sum_kernel", "move_weights"]),
+        (ScaledAdam, 2 * ["sums", "sum_kernel", "update", "sum_kernel"]),
+    ],
+)
+def test_launches_do_not_grow_with_the_model(launches, make, expected):
+    """ScaledAdam works on one-element parameters by themselves."""
+    for params in (parameters()[:4], [p for _ in range(3) for p in parameters()]):
+        optimizer = make(params, fused=True)
+        run(optimizer, params, [0])  # compiles
+        launches.clear()
+        run(optimizer, params, [1])
+        assert sorted(launches) == sorted(expected)
+
+
+def test_what_kernels_cannot_take_goes_by_calls():
+    """Moments in eight bits, and tensors with gaps, which is said."""
+    base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    params = [base[:, ::2].detach().requires_grad_(), base[:, 1].clone().requires_grad_()]
+    optimizer = LANS(params, fused=True)
+    with pytest.warns(UserWarning, match="strides"):
+        run(optimizer, params, [0])
+    assert with_kernels(optimizer) == [False, True]
+    large = torch.ones(64, 1024, requires_grad=True)
+    large.grad = torch.ones_like(large)
+    optimizer = LANS([large], fused=True, state_dtype="8bit")
+    with pytest.warns(UserWarning, match="eight bits"):
+        optimizer.step()
+    assert optimizer.state[large]["exp_avg"].dtype is torch.uint8
+    assert with_kernels(optimizer) == [False]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such instruction"), MemoryError("none")])
+def test_a_kernel_that_cannot_be_compiled_changes_nothing(error, monkeypatch):
+    """An error of memory says nothing about kernels: the next step tries them again."""
+
+    def fail(*given, **named):
+        raise error
+
+    ours, theirs = parameters(), parameters()
+    one, two = LANS(ours, fused=True), LANS(theirs, foreach=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_start", fail)
+        if isinstance(error, MemoryError):
+            with pytest.raises(MemoryError):
+                run(one, ours, [0])
+        else:
+            with pytest.warns(UserWarning, match="no such instruction"):
+                run(one, ours, [0])
+            run(two, theirs, [0])
+            assert_same(snapshot(one, ours), snapshot(two, theirs))
+            return
+    run(one, ours, [0])
+    assert all(with_kernels(one))
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Whether a graph records, which no CPU does: to be said by a test."""
+    now = [False]
+    monkeypatch.setattr(runtime, "is_capturing", lambda: now[0])
+    monkeypatch.setattr(runtime, "_RECORDED", [])
+    return now
+
+
+def filled(table, grads, rest):
+    given = [0 if g is None else g.data_ptr() for g in grads], *(2 * [[t.data_ptr() for t in rest]])
+    table.fill_states((rest, rest))
+    table.fill(np.array(given), np.array([g is not None for g in grads]))
+    return table.device_addresses[:, 0].tolist()
+
+
+def test_graphs_have_addresses_that_later_steps_leave_alone(recording):
+    table = runtime.Table([5, 5, 5], (torch.float32,) * 4, 2, CPU)
+    sets = [torch.zeros(3, 5).unbind() for _ in range(runtime.SPARES + 3)]
+    rest, plain, *static = sets
+    own = filled(table, plain, rest)
+    recording[0] = True
+    filled(table, static[0], rest)
+    graph, places = table.device_addresses, [t.data_ptr() for t in static[0]]
+    for grads in static[1:-1]:
+        filled(table, grads, rest)
+    with pytest.raises(RuntimeError, match="recorded steps"):
+        filled(table, static[-1], rest)
+    recording[0] = False
+    assert filled(table, [None, *plain[1:]], rest) == [0, *own[1:]]
+    assert graph[:, 0].tolist() == places
+    recording[0] = True
+    filled(table, static[-1], rest)
+    assert [one is table for one, _ in runtime._RECORDED] == [True] * (runtime.SPARES + 1)
+
+
+def test_sums_of_tensors_are_those_of_their_chunks():
+    """Also of an empty one, and of one with more chunks than are added up side by side."""
+    table = runtime.Table([5, 0, 16 * 600 + 3, 40], (torch.float32,) * 4, 2, CPU)
+    drawn = torch.randn(table.partial_sums.shape, generator=torch.Generator().manual_seed(0))
+    table.partial_sums.copy_(drawn)
+    expected = [part.sum(1) for part in drawn.double().split([1, 1, 601, 3], dim=1)]
+    torch.testing.assert_close(table.sums(3, torch.float64), torch.stack(expected, dim=1))
+
+
+COMPILED = """
+import re
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from steadygrad.optim.kernels.runtime import pass_kernel, sum_kernel
+from steadygrad.optim.layerwise_rule import LAMB_PASSES, LANS_PASSES
+from steadygrad.optim.passes import named
+from steadygrad.optim.scaled_adam_rule import sums, update
+
+KINDS = dict.fromkeys(("addresses", "chunks", "ends"), "*i64")
+KINDS |= dict.fromkeys(("sums", "factors", "inverse_scale", "found"), "*fp64")
+
+def assembled(kernel, **constants):
+    # Options are of 64 bits whatever they are: they say so themselves.
+    own = {p.name: p.annotation_type or "i32" for p in kernel.params}
+    signature = {n: "constexpr" if n in constants else KINDS.get(n, own[n]) for n in own}
+    tables = [i for i, name in enumerate(own) if signature[name][0] == "*"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in tables}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
+for kind in types:
+    typed = dict(zip(("grad", "weight", "state", "param"), kind))
+    for one in [*LANS_PASSES[:3], *LAMB_PASSES[1:3], sums, update]:
+        body = named(one.kernel)
+        # A launch reads it, which raises where a local name is also that of a kernel's part.
+        assert body.cache_key
+        own = dict(body=body, columns=one.columns, rows=one.rows, has_two=one.constants == (True,))
+        for aligned in (True, False):
+            ptx = assembled(pass_kernel, fields=5, block=1024, aligned=aligned, **typed, **own)
+            # As the profiler is to show it.
+            assert f".entry {body.__name__}(" in ptx
+            # 16 bytes at a time, and nothing spilled to memory.
+            assert aligned == bool(re.search(r"ld\\.global\\.v[24]", ptx)), one.kernel
+            assert ".local" not in ptx, one.kernel
+for KINDS["found"] in ("*fp32", "*fp64"):
+    assembled(sum_kernel)
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_device(tmp_path):
+    # A process of its own: this one interprets them.
+    there = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    file = tmp_path / "compile_all.py"
+    file.write_text(COMPILED)
+    done = subprocess.run([sys.executable, file], env=there, capture_output=True, text=True)
+    assert done.stdout.strip() == "compiled", done.stderr[-3000:]
