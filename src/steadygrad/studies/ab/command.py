@@ -77,7 +77,14 @@ def metric_of(text: str, metric: str) -> float | None:
                     found.append(json.loads(line)[metric])
             return float(found[-1])
         last = [*re.finditer(metric, text)][-1]
-        before, after = re.split(r"(?<!\\)\((?!\?)", metric)[0], text[last.end(1) :]
-        if not (re.match(r"\.?\d|[eE][-+]?\d", after) or (before and re.search(before, after))):
+        first, after = last.start(1), text[last.end(1) :]
+        before = re.split(r"(?<!\\)\((?!\?(?!P<))", metric)[0]
+        try:
+            again = re.compile(before)
+        except re.error:  # the group is not what the first parenthesis opens
+            again = re.compile(re.escape(text[last.start() : first]))
+        goes_on = re.match(r"\.?\d|[eE][-+]?\d", after)
+        began = first == last.start() and re.search(r"[-+.\d]\Z", text[:first])
+        if not (goes_on or began or (not again.match("") and again.search(after))):
             return float(last[1])
     return None

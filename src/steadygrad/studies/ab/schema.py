@@ -18,7 +18,7 @@ TASK = (
 )
 METRIC = "Of a command: a regular expression with a group (last match), or a key of lines of JSON."
 GOAL = "Whether a smaller or a larger metric is better."
-ALPHA = "Greatest probability of a wrong verdict in this study. A loop shares it: 0.05 / changes."
+ALPHA = 'Greatest probability of a wrong "better" or "worse". A loop shares it: 0.05 / changes.'
 PAIRS = "Most pairs to run; 0: 100, or 12 if A is alone. With --resume: a new limit."
 SAMPLES = "Samples of a task's training; 0: 12 pairs fit into the budget, at most 10 epochs."
 SMALLEST = 'Stop with "no difference" once the difference is known to be at most this.'

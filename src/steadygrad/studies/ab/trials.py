@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -60,8 +60,11 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
             f"Expected tasks, or functions and commands, not both. Found {len(tasks)} tasks of "
             f"{len(arms)}. Remedy: a function that trains the task."
         )
-    given = dict(vars(tasks[0])) if tasks else {}
-    for number, task in enumerate(tasks[1:], start=1):  # a resume compares them with the record's
+    given: dict[str, Any] = {f.name: getattr(t, f.name) for t in tasks[:1] for f in fields(Task)}
+    names = [getattr(arm, "__qualname__", "") for arm in others]
+    if any(names):  # a resume compares them with the record's
+        given["provenance"] = {"functions": ", ".join(names)}
+    for number, task in enumerate(tasks[1:], start=1):
         own = {key: str(x) for key, x in vars(task).items() if isinstance(x, (str, int, float))}
         own |= task.provenance | ({"Task.start": digest_of(task.start)} if task.start else {})
         more = {f"B{number}: {name}": value for name, value in own.items()}
@@ -85,13 +88,15 @@ def load(settings: Settings, files: Mapping[str, str]) -> Arms:
 
 
 def load_arm(spec: str) -> Arm:
-    """A task or, if it takes an argument, a function of a seed."""
+    """A task or, if it takes an argument that has no default or is the seed, a function of it."""
     if spec in BUILT_IN:
         return load_task(spec)
     function = load_function(spec)
-    takes = inspect.signature(function).parameters.values()
-    needs = [one for one in takes if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
-    return function if needs else load_task(spec)
+    for one in inspect.signature(function).parameters.values():
+        is_needed = one.default is one.empty or one.name == "seed"
+        if is_needed and one.kind < one.VAR_POSITIONAL:
+            return function
+    return load_task(spec)
 
 
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -174,7 +179,8 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
                 place.trainer.seed_everything("run", number)
                 value = float(own(seed))
         # Squares of others would be zero or infinite.
-        failure = "" if value == 0 or 1e-100 < abs(value) < 1e100 else f"the metric is {value}"
+        value = value if not abs(value) < 1e-100 else 0.0
+        failure = "" if abs(value) < 1e100 else f"the metric is {value}"
     except (InputError, OSError) as error:
         if isinstance(own, Task) and not isinstance(error, Diverged):
             raise

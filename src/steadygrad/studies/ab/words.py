@@ -32,9 +32,9 @@ def sentence(found: Comparison, s: Summary) -> str:
     if told:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
-    more = ", and even 10,000 would not be enough" if math.isfinite(found.high) else ""
     if found.low == found.high:
-        more = ": each gave that, as if no seed were used"
+        return f"{verdict}: {name} minus A is {show(mean)} in each of {found.pairs} pairs."
+    more = ", and even 10,000 would not be enough" if math.isfinite(found.high) else ""
     if found.needed and found.hours is not None:
         long = f"{show(60 * found.hours, 2)} minutes"
         long = f"{show(found.hours, 2)} hours" if found.hours > 1 else long

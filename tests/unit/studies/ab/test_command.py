@@ -33,6 +33,13 @@ def run(command, cwd=".", poll=lambda: None, **settings):
         ("x=0.54", r"x=([0-9])", None),
         ("x=0.54, 3 s", r"x=([0-9.]+)", 0.54),
         ("1\n2", r"([0-9.]+)", 2.0),
+        ("5.4e-06", r"([0-9.]+)", None),
+        ("-0.5", r"([0-9.]+)", None),
+        ("0.5", r"(?m)^([0-9.]+)$", 0.5),
+        ("loss (val)=0.5", r"loss [(]val[)]=(\S+)", 0.5),
+        ("loss=0.5", r"(?:loss=([0-9.]+))", 0.5),
+        ("loss=0.5\nloss=nan", r"(?:loss=([0-9.]+))", None),
+        ("loss=0.5\nloss=nan", r"loss=(?P<value>[0-9.]+)", None),
     ],
 )
 def test_the_last_metric_counts(text, metric, value):

@@ -14,7 +14,7 @@ parser.add_argument("--fail", type=int, nargs="*", default=[])
 parser.add_argument("--sleep", type=float, default=0.0)
 args = parser.parse_args()
 draw = random.Random(args.seed)
-loss = 1 + draw.gauss(0, 0.1) - args.gain + random.Random(f"{sys.argv}").gauss(0, args.noise)
+loss = 1 + draw.gauss(0, 0.1) - args.gain + random.Random(f"{sys.argv[1:]}").gauss(0, args.noise)
 print("val_loss=9.9")
 time.sleep(args.sleep)
 if args.seed in args.fail:
