@@ -1,6 +1,5 @@
 """The findings of a study: a pure function of the header and the results."""
 
-import math
 from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Any
@@ -58,8 +57,6 @@ class Evidence:
         """What is known of a B at the first verdict, or now."""
         course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
         found = Comparison(name=self.names[arm], verdict="cannot tell")
-        if self.is_itself:
-            found = replace(found, verdict="no difference")
         if not len(a):
             return found
         last = int(course.decided.argmax()) if course.decided.any() else len(a) - 1
@@ -68,8 +65,9 @@ class Evidence:
         ends = {"mean": mean, "low": mean - half, "high": mean + half}
         counts = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found = replace(found, pairs=len(a), failed=counts, **ends)
-        if not failed and last > 1:
-            found = replace(found, **_noise(a, b, settings.goal, self.is_itself))
+        known = ~np.isnan(b - a)
+        if (self.is_itself or not failed) and known.sum() > 2:
+            found = replace(found, **_single(a[known], b[known], settings.goal, self.is_itself))
         if decided:
             better = (mean < 0) == (settings.goal == "min" or failed)
             said = "no difference" if negligible else "better" if better else "worse"
@@ -102,15 +100,12 @@ class Evidence:
         )
 
 
-def _noise(a: Floats, b: Floats, goal: str, is_itself: bool) -> dict[str, Any]:
-    """Single pairs: what the rule of two sigma says of them, and how far they are apart."""
-    apart, own, varies = b - a, float(a.std(ddof=1)), min(np.ptp(a), np.ptp(b)) > 0
+def _single(a: Floats, b: Floats, goal: str, is_itself: bool) -> dict[str, Any]:
+    """Single pairs: what the rule of two sigma says of them, and how far A's are apart."""
+    apart, own = b - a, float(a.std(ddof=1))
     better = int((apart < -2 * own).sum()), int((apart > 2 * own).sum())
-    deviation = float(apart.std(ddof=1))
-    if not is_itself:  # if nothing had changed, B would have A's deviation
-        shared = float(np.corrcoef(a, b)[0, 1]) if varies else 0.0
-        deviation = own * math.sqrt(max(0.0, 2 - 2 * shared))
-    wrong = float(special.erfc(math.sqrt(2) * own / deviation)) if deviation else 0.0
-    noise = -float(special.stdtrit(len(a) - 1, 0.025)) * deviation
-    sigma = better if goal == "min" else better[::-1]
-    return {"two_sigma": sigma, "two_sigma_wrong": wrong, "noise": noise}
+    found: dict[str, Any] = {"two_sigma": better if goal == "min" else better[::-1]}
+    if is_itself:
+        span = -float(special.stdtrit(len(a) - 1, 0.025))
+        found |= {"verdict": "no difference", "noise": span * float(apart.std(ddof=1))}
+    return found

@@ -99,8 +99,7 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
         mean: Mean difference from A; of the shares of failed runs, once a run has ``failed``.
         needed: Pairs more that should be enough; None where it is told, and beyond ten thousand.
         two_sigma: In how many pairs B is better, and worse, by more than two deviations of A.
-        two_sigma_wrong: In which part of the pairs that would be said if there were no effect.
-        noise: 95 % of the differences of two runs would be smaller if there were no effect.
+        noise: 95 % of the differences of two runs are smaller, where A is alone.
     """
 
     name: str
@@ -113,7 +112,6 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
     needed: int | None = None
     hours: float | None = None
     two_sigma: tuple[int, int] | None = None
-    two_sigma_wrong: float | None = None
     noise: float | None = None
 
 

@@ -136,7 +136,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
     if len(first) == len(arms) and all(run.failure for run in first):
         raise InputError(
             "Expected a metric in the first pair. Found that all its runs failed: "
-            f"{first[0].failure}. Remedy: mend that, and delete results/run-*."
+            f"{first[0].failure}. Remedy: mend that and delete results/run-*, or another --seed."
         )
     decided, cost = [evidence.course(arm).decided for arm in arms], max(1, plan.samples)
     # Before it, there is no verdict even if all differences are equal.

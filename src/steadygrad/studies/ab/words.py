@@ -4,7 +4,7 @@ import math
 
 from steadygrad.studies.ab.schema import Comparison, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, percent, show
+from steadygrad.studies.text import ENDS, show
 
 
 def answer(s: Summary) -> str:
@@ -54,13 +54,12 @@ def remarks(s: Summary) -> tuple[str, ...]:
         elif arm.deviation == 0:
             end.append(f"All runs of {arm.name} gave the same metric. Does it use its seed?")
     for found in s.findings:
-        if found.two_sigma and found.noise and found.two_sigma_wrong is not None:
+        if found.two_sigma:
             better, worse = found.two_sigma
             end.append(
-                f"A difference of more than two standard deviations of A would call {found.name} "
-                f"better in {better} of {found.pairs} single pairs, and worse in {worse}. If "
-                f"nothing had changed, it would be wrong in {percent(found.two_sigma_wrong)} of "
-                f"pairs, and 95% of pairs would differ by less than {show(found.noise)}."
+                f"The rule of one pair, more than two standard deviations of A, would call "
+                f"{found.name} better in {better} of {found.pairs} pairs, and worse in {worse}. Of "
+                "two equal ones it says so in 16% of pairs that are normal and independent."
             )
     return tuple(end[:3])
 
