@@ -103,6 +103,8 @@ class Evidence:
 def _single(a: Floats, b: Floats, goal: str, is_itself: bool) -> dict[str, Any]:
     """Single pairs: what the rule of two sigma says of them, and how far A's are apart."""
     apart, own = b - a, float(a.std(ddof=1))
+    if not own:
+        return {}
     better = int((apart < -2 * own).sum()), int((apart > 2 * own).sum())
     found: dict[str, Any] = {"two_sigma": better if goal == "min" else better[::-1]}
     if is_itself:

@@ -33,15 +33,17 @@ def test_the_interval_holds_the_means_that_the_martingale_does_not_refuse(alpha)
     assert not np.isfinite(half[:, : first_verdict(alpha) - 1]).any()
 
 
-def test_equal_differences_tell_after_five_pairs_and_zeros_never():
+def test_equal_differences_tell_after_five_pairs_and_zeros_late():
     assert [first_verdict(alpha) for alpha in (0.05, 0.025, 0.005)] == [5, 6, 7]
     # The variance is zero from the second pair on.
     a = np.array([[0.5, 0.7, 0.6, 0.9, 0.8, 0.1]] * 3)
     course = compare(a, a + np.array([[0.25], [-0.25], [0.0]]), 0.05)
-    assert course.decided.tolist() == [[False] * 4 + [True] * 2] * 3
-    assert not course.negligible[:2].any()
-    # Of a metric that takes no value twice, equal pairs show that nothing has changed.
-    assert course.negligible.tolist()[2] == [False] * 4 + [True] * 2
+    assert course.decided.tolist() == [[False] * 4 + [True] * 2] * 2 + [[False] * 6]
+    assert not course.negligible.any()
+    # Of a metric that takes no value twice, equal pairs show that few seeds could differ.
+    many = np.arange(40.0)[None]
+    course = compare(many, many, 0.05)
+    assert course.negligible.tolist() == course.decided.tolist() == [[False] * 28 + [True] * 12]
     # One whose seed is not used has said everything with its first pair.
     ones = np.ones((1, 90))
     assert not compare(ones, ones, 0.05, smallest=0.5).decided.any()
