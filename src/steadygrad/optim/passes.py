@@ -163,12 +163,12 @@ class Pass:
         return joined(batch.weights, parts, self.rows) if self.rows else None
 
     def place(self, device: torch.device) -> str:
-        """Where its loop or kernel for a device is; empty: it has none."""
+        """Place of its loop or kernel for a device; empty: it has none."""
         return {"loops": self.loop, "kernels": self.kernel}.get(BACKENDS.get(device.type, ""), "")
 
 
 def named(place: str) -> Any:
-    """What is at a place, ``"module:name"``."""
+    """The function at a place, ``"module:name"``."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

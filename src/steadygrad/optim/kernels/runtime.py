@@ -1,4 +1,4 @@
-"""How kernels are compiled and started.
+"""Compilation and launches of kernels.
 
 One program works on one chunk. Its sums go to a place of its own, and another kernel adds up those
 of each tensor, always in the same order.
@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.optim.checks import is_capturing
-from steadygrad.optim.kernels.memory import (
-    GRAD,
-    PARAM,
-    STATES,
-    WEIGHT,
-    factors_of,
-    places_of,
-)
+from steadygrad.optim.kernels.memory import GRAD, PARAM, STATES, WEIGHT, factors_of, places_of
 from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
 
 # Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
@@ -180,12 +173,7 @@ def _added(totals: tl.tuple, more: tl.tuple, rows: tl.constexpr) -> Any:
     return found
 
 
-def _name(specialization: Any) -> str:
-    """The name of a kernel, as profilers show it: its pass's."""
-    return str(specialization.constants["body"].__name__)
-
-
-@triton.jit(do_not_specialize=["tensors"], repr=_name)
+@triton.jit(do_not_specialize=["tensors"])
 def pass_kernel(
     addresses: tl.tensor,
     chunks: tl.tensor,
