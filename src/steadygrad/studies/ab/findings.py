@@ -5,7 +5,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 from scipy import special
 
 from steadygrad.studies.ab import words
@@ -56,30 +55,29 @@ class Evidence:
     def comparison(self, arm: int) -> Comparison:
         """What is known of a B at the first verdict, or now."""
         course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
-        found = Comparison(name=self.names[arm], verdict="cannot tell")
+        found: dict[str, Any] = {"name": self.names[arm], "verdict": "cannot tell"}
         if not len(a):
-            return found
+            return Comparison(**found)
         last = int(course.decided.argmax()) if course.decided.any() else len(a) - 1
         mean, half, failed, negligible, decided = (part[last].item() for part in course)
         a, b = a[: last + 1], b[: last + 1]
-        ends = {"mean": mean, "low": mean - half, "high": mean + half}
         counts = int(np.isnan(a).sum()), int(np.isnan(b).sum())
-        found = replace(found, pairs=len(a), failed=counts, **ends)
+        found |= {"pairs": len(a), "failed": counts}
+        found |= {"mean": mean, "low": mean - half, "high": mean + half}
         known = ~np.isnan(b - a)
         if (self.is_itself or not failed) and known.sum() > 2:
-            found = replace(found, **_single(a[known], b[known], settings.goal, self.is_itself))
+            found |= _single(a[known], b[known], settings.goal, self.is_itself)
         if decided:
             better = (mean < 0) == (settings.goal == "min" or failed)
-            said = "no difference" if negligible else "better" if better else "worse"
-            return replace(found, verdict=said)
-        if self.is_itself or failed or last == 0 or half == 0:
-            return found
-        deviation = float((b - a).std(ddof=1))
-        more = pairs_needed(mean, deviation, self.alpha, settings.smallest_effect)
-        arms = [0, *(i for i in range(1, len(self.names)) if not self.course(i).decided.any())]
-        workers = min(self.header.runtime.workers, self.ahead * len(arms))
-        needed, seconds = more and more - len(a), sum(self.arm(i).seconds or 0.0 for i in arms)
-        return replace(found, needed=needed, hours=needed and needed * seconds / workers / 3600)
+            found["verdict"] = "no difference" if negligible else "better" if better else "worse"
+        elif not (self.is_itself or failed or last == 0 or half == 0):
+            deviation = float((b - a).std(ddof=1))
+            more = pairs_needed(mean, deviation, self.alpha, settings.smallest_effect)
+            arms = [0, *(i for i in range(1, len(self.names)) if not self.course(i).decided.any())]
+            workers = min(self.header.runtime.workers, self.ahead * len(arms))
+            needed, seconds = more and more - len(a), sum(self.arm(i).seconds or 0.0 for i in arms)
+            found |= {"needed": needed, "hours": needed and needed * seconds / workers / 3600}
+        return Comparison(**found)
 
     def arm(self, number: int) -> Arm:
         """All runs of one."""

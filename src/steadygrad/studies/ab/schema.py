@@ -87,9 +87,8 @@ RESULTS = Run
 
 def check(header: Header, result: Any) -> tuple[str, str] | None:
     """Refuses a run that the plan does not have: expected, found."""
-    if result is None or result.arm < len(header.plan.arms):
-        return None
-    return "a run that the plan has", f"arm = {result.arm}"
+    wrong = result is not None and result.arm >= len(header.plan.arms)
+    return ("a run that the plan has", f"arm = {result.arm}") if wrong else None
 
 
 class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, start_up
+from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import make_trainer
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import BUILT_IN, Samples, Task, TensorSamples, guarded
@@ -78,12 +77,11 @@ def load(settings: Settings, files: Mapping[str, str]) -> Arms:
     if not metric and any("{seed}" in word for word in words):
         raise InputError("Expected --metric with commands. Found none. Remedy: --metric KEY.")
     with guarded(f"--metric {metric}"):
-        groups = re.compile(metric).groups
-    if "(" in metric and groups != 1:
-        raise InputError(
-            f"Expected --metric with one group. Found {groups} in {metric!r}. Remedy: parentheses "
-            "around the number alone, and (?:...) elsewhere."
-        )
+        if "(" in metric and (groups := re.compile(metric).groups) != 1:
+            raise InputError(
+                f"Expected --metric with one group, the number. Found {groups} in {metric!r}. "
+                "Remedy: (?:...) elsewhere."
+            )
     return arms_of(words if metric else [load_arm(files.get(word, word)) for word in words])
 
 
@@ -113,14 +111,7 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
         evaluation = evaluation_cost(len(task.valid))
         span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed * workers
         fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
-        # Whole steps of each.
-        unit = math.lcm(*(arm.batch_size for arm in task.arms))
-        if 0 < settings.samples < unit:
-            raise InputError(
-                f"Expected --samples of at least {unit}, whole steps of each task. Found "
-                f"{settings.samples}. Remedy: more, or batch sizes that divide one another."
-            )
-        samples = max(1, (settings.samples or fitting) // unit) * unit
+        samples = max(1, settings.samples or fitting)
     return Plan(
         arms=tuple(arms),
         samples=samples,
@@ -150,13 +141,13 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
         # AB, BA: a machine that warms up, or slows down, favours none.
         turn = pair % len(arms)
         for arm in arms[turn:] + arms[:turn]:
-            what, job = f"{evidence.names[arm]}, pair {pair + 1}", partial(_job, arm, pair)
-            found.append(Trial(("run", arm, pair), cost, job, what))
+            found.append(_trial(arm, pair, cost, evidence.names[arm]))
     return found
 
 
-def _job(arm: int, pair: int, results: Results) -> Job:
-    return {"kind": "run", "arm": arm, "pair": pair}
+def _trial(arm: int, pair: int, cost: int, name: str) -> Trial:
+    job = {"kind": "run", "arm": arm, "pair": pair}
+    return Trial(("run", arm, pair), cost, lambda results: job, f"{name}, pair {pair + 1}")
 
 
 def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
@@ -204,6 +195,7 @@ def _trained(place: Workplace, task: Task, arm: int, number: int) -> float:
     trainer.restart(number)
     trainer.seed_everything("run", number)
     order, size = main_order(len(trainer.task.train), trainer.seed, number), trainer.task.batch_size
+    samples = max(1, samples // size) * size  # whole steps
     for _ in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
         pass
     return float(trainer.evaluate())

@@ -36,9 +36,8 @@ def sentence(found: Comparison, s: Summary) -> str:
         return f"{verdict}: {name} minus A is {show(mean)} in each of {found.pairs} pairs."
     more = ", and even 10,000 would not be enough" if math.isfinite(found.high) else ""
     if found.needed and found.hours is not None:
-        long = f"{show(60 * found.hours, 2)} minutes"
-        long = f"{show(found.hours, 2)} hours" if found.hours > 1 else long
-        long = f"{show(3600 * found.hours, 2)} seconds" if 60 * found.hours < 1 else long
+        hours = found.hours
+        long = f"{show(hours, 2)} hours" if hours > 1 else f"{show(60 * hours, 2)} minutes"
         more = f"; about {found.needed:,} more, in {long}, should be enough"
     return f"{verdict}: {name} minus A is {minus(found)} {after}{more}."
 

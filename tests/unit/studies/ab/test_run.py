@@ -230,12 +230,16 @@ def test_a_task_that_diverges_has_failed(tmp_path):
     assert (found.findings[0].verdict, found.findings[0].failed) == ("worse", (0, 5))
 
 
-def test_both_tasks_end_on_a_whole_step_of_theirs(tmp_path):
+def test_each_task_ends_on_a_whole_step_of_its_own(tmp_path):
     tasks = tiny_task.make_task(batch_size=8), tiny_task.make_task(batch_size=12)
-    found = steadygrad.ab(*tasks, samples=50, pairs=1, out=tmp_path / "run", **QUIET)
-    assert read_run(found.folder).header.plan.samples == 48
-    with pytest.raises(ValueError, match="--samples of at least 24"):
-        steadygrad.ab(*tasks, samples=20, out=tmp_path / "b", **QUIET)
+
+    def runs(samples):
+        out = tmp_path / f"{samples}"
+        return values(steadygrad.ab(*tasks, samples=samples, pairs=1, out=out, **QUIET).folder)
+
+    # Six and four steps of both; the schedule of the learning rate ends with them.
+    assert runs(53) == runs(48) != runs(40)
+    assert runs(3)[1, 0] == runs(12)[1, 0]
 
 
 @pytest.mark.parametrize(("value", "failed"), [("1e-170", 0), ("-1e300", 2)])
@@ -296,6 +300,12 @@ def test_a_resumed_study_may_have_more_pairs(tmp_path):
     assert both[0] == both[1]
     assert main(["ab", "--resume", folder]) == 4
     assert len(values(folder)) == 12
+
+
+def test_a_key_of_json_may_be_no_pattern(tmp_path):
+    words = ["""echo '{"acc[0": {seed}}'"""] * 2
+    found = steadygrad.ab(*words, metric="acc[0", pairs=2, out=tmp_path / "run", **QUIET)
+    assert values(found.folder) == {(0, 0): 0, (1, 0): 1000, (0, 1): 1, (1, 1): 1001}
 
 
 def test_a_record_with_more_arms_than_tasks_ends_in_one_line(tmp_path, capsys):
