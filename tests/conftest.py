@@ -1,4 +1,4 @@
-"""Settings that torch and Triton read as they are imported, and which tests `make test` takes.
+"""Settings that torch and Triton read as they are imported, and which cases `make test` takes.
 
 Any test file may import them, so these settings are made here.
 """
@@ -6,10 +6,10 @@ Any test file may import them, so these settings are made here.
 import gc
 import os
 from importlib.util import find_spec
+from itertools import groupby
+from zlib import crc32
 
 import pytest
-
-from tests.quick import mark_slow
 
 # Before torch reads it. The processes share the cores: threads that wait in a loop for others of
 # their team take the time of the other processes' tests.
@@ -67,8 +67,28 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    mark_slow(items)
+    for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        if (few := cases[0].get_closest_marker("few")) and not cases[0].get_closest_marker("slow"):
+            for item in {*cases} - spread(cases, *few.args):
+                item.add_marker(pytest.mark.slow)
     skipped = pytest.mark.skip(reason="compiled loops, which need numba")
     for item in items if not NUMBA else ():
         if any(name in item.nodeid for name in COMPILED_TESTS):
             item.add_marker(skipped)
+
+
+def spread(cases, count):
+    """Cases with as many values of parameters as so few can have; alike in all processes."""
+    left, kept, seen = sorted(cases, key=lambda item: crc32(item.nodeid.encode())), set(), set()
+    for _ in range(min(count, len(cases))):
+        best = max(left, key=lambda item: len(values(item) - seen))
+        left.remove(best)
+        kept.add(best)
+        seen |= values(best)
+    return kept
+
+
+def values(item):
+    """The parameters of a case, as something that can be in a set."""
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}

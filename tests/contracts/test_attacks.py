@@ -77,6 +77,7 @@ def refused(optimizer, params, saved):
     assert [{**g, "params": 0} for g in optimizer.param_groups] == options
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize("place", [0, 4], ids=["first", "later"])
 def test_states_of_other_shapes_types_and_values(entry, place):

@@ -1,6 +1,7 @@
 """A model of mixed types that `model.float()` makes one of float32 in the midst of training."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ def step_both(optimizer, params, reference, weights, step):
     assert_close(exact_weights(optimizer, params), weights)
 
 
+@pytest.mark.few(2)
 @covering(pair=PAIRS, mode=MODES, types=ORDERS, at=[1, 4])
 def test_it_goes_on_as_the_equations_do(pair, mode, types, at):
     make, make_reference, options = pair
@@ -70,6 +72,7 @@ def test_it_goes_on_as_the_equations_do(pair, mode, types, at):
     assert all(optimizer.state[p]["step"] == at + 5 for p in params)
 
 
+@pytest.mark.few(1)
 @covering(pair=PAIRS, mode=MODES, types=ORDERS)
 def test_between_backward_and_step_too(pair, mode, types):
     """The gradients are then cast along with the weights."""
@@ -91,6 +94,7 @@ def test_between_backward_and_step_too(pair, mode, types):
     step_both(optimizer, params, reference, weights, 3)
 
 
+@pytest.mark.few(4)
 @covering(pair=PAIRS, mode=MODES, types=ORDERS, then=[torch.bfloat16, torch.float64])
 def test_to_other_types_and_back(pair, mode, types, then):
     make, make_reference, options = pair
@@ -109,6 +113,7 @@ def test_to_other_types_and_back(pair, mode, types, then):
         step_both(optimizer, params, reference, weights, step)
 
 
+@pytest.mark.few(1)
 @covering(pair=PAIRS, mode=MODES, then=[torch.float32, torch.bfloat16])
 def test_gradients_may_stay_wider_than_their_weights(pair, mode, then):
     """As where `p.data` is cast and `p.grad` is not."""

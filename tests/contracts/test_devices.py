@@ -47,6 +47,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(7)
 @covering(case=CASES, first=["meta", "cpu"], mode=[{}, {"foreach": True}, {"foreach": False}])
 @pytest.mark.usefixtures("same_bits_at_all_places")
 def test_each_goes_as_it_would_alone(case, first, mode):

@@ -44,6 +44,7 @@ def everything(optimizer, params):
     return found
 
 
+@pytest.mark.few(7)
 @pytest.mark.usefixtures("same_bits_at_all_places")
 @every_optimizer_apart
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "added later"])
@@ -116,6 +117,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(7)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_elements_than_32_bits_count(entry, dtype):

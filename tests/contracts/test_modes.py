@@ -27,6 +27,7 @@ every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 FOREACH = {"foreach": True, "one": False, "any": None}
 
 
+@pytest.mark.few(14)
 @every_optimizer
 @every_type
 def test_foreach_equals_one_parameter_at_a_time(entry, dtype):
@@ -38,6 +39,7 @@ def test_foreach_equals_one_parameter_at_a_time(entry, dtype):
     assert_same(snapshot(optimizer, params), snapshot(plain, others))
 
 
+@pytest.mark.few(14)
 @every_optimizer
 @every_type
 def test_fused_equals_foreach_but_for_rounding(entry, dtype):
@@ -111,6 +113,7 @@ def test_a_compiled_step_is_the_same(entry, backend, dtype):
     assert_rounded_alike(ours, theirs)
 
 
+@pytest.mark.few(14)
 @covering(entry=OPTIMIZERS, dtype=DTYPES[1:], foreach=FOREACH)
 def test_no_mode_waits_for_the_device(entry, dtype, foreach):
     params = parameters(dtype)
@@ -129,6 +132,7 @@ def test_no_mode_waits_for_the_device(entry, dtype, foreach):
     assert len(control.waits) == 1
 
 
+@pytest.mark.few(8)
 @covering(
     entry=OPTIMIZERS,
     dtype=DTYPES,
@@ -173,6 +177,7 @@ def test_small_tensors_are_worked_on_together(entry):
     assert counts[True] < (0.8 if entry.coded else 0.35) * counts[False]
 
 
+@pytest.mark.few(28)
 @every_optimizer_and_mode
 @every_type
 def test_a_tensor_learning_rate_is_the_same(entry, dtype):

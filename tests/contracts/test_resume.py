@@ -21,6 +21,7 @@ def clones(params):
     return [p.detach().clone().requires_grad_() for p in params]
 
 
+@pytest.mark.few(28)
 @covering(entry=TABLE, dtype=DTYPES, stop=[0, 1, 5])
 def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
     params = parameters(dtype)
@@ -38,6 +39,7 @@ def test_resumes_to_the_bit_from_a_file(entry, dtype, stop):
     assert_same(snapshot(optimizer, params), snapshot(resumed, others))
 
 
+@pytest.mark.few(7)
 @every_optimizer
 @pytest.mark.parametrize("way", ["resumed", "skipped"])
 def test_the_first_pass_is_the_same_after_a_pause(entry, way):

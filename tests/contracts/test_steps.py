@@ -23,6 +23,7 @@ every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+@pytest.mark.few(14)
 @covering(entry=TABLE, dtype=DTYPES, maximize=[False, True])
 def test_goes_in_the_right_direction(entry, dtype, maximize):
     draw = torch.Generator().manual_seed(0)
@@ -70,6 +71,7 @@ def test_state_keeps_types_and_shapes(entry, dtype):
     assert ("master_weight" in state) == (dtype in (torch.bfloat16, torch.float16))
 
 
+@pytest.mark.few(28)
 @covering(entry=TABLE, dtype=DTYPES, bad=[float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
     params, clean = parameters(dtype), parameters(dtype)

@@ -44,6 +44,7 @@ def goes_on_alike(optimizer, params, other, others, steps=range(3, 9)):
     assert_same(snapshot(optimizer, params), snapshot(other, others))
 
 
+@pytest.mark.few(7)
 @every_optimizer_and_mode
 def test_every_option_may_be_missing_in_an_older_state_dict(entry):
     """It is then what it was by default, but for those of this optimizer that came later."""

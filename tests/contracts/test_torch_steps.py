@@ -99,6 +99,7 @@ class Problem:
         return [*losses, float(self.loss().detach())]
 
 
+@pytest.mark.few(14)
 @covering(entry=TABLE, contiguous=[True, False], schedule=[*SCHEDULES])
 @pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 def test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too(entry, contiguous, schedule):
@@ -119,6 +120,7 @@ def test_schedules_go_the_right_way_with_a_rate_in_a_tensor_too(entry, contiguou
         torch.testing.assert_close(number, tensor, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.few(14)
 @every_optimizer_and_mode
 # The last gives all groups one greatest rate.
 @pytest.mark.parametrize("schedule", [*SCHEDULES][:-1])
@@ -205,6 +207,7 @@ def test_zero_gradients_move_nothing_without_a_decay(entry):
     assert all(optimizer.state[p]["step"] == 5 for p in params if p.numel())
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(("entry", "options"), list(cases()))
 def test_all_modes_agree_with_every_set_of_options(entry, options):
     """foreach=True equals foreach=False to the bit, fused=True but for rounding."""
@@ -235,6 +238,7 @@ def test_fused_on_meta_goes_by_calls_and_says_so(entry, monkeypatch):
     assert optimizer.state[p]["step"].is_meta
 
 
+@pytest.mark.few(14)
 @every_optimizer_and_mode
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
 def test_a_scaler_with_autocast_and_a_schedule(entry, cast):

@@ -30,6 +30,7 @@ def state_of(optimizer, params):
 
 
 # Not pairs alone: each mode of each optimizer has code of its own for each type.
+@pytest.mark.few(12)
 @every_optimizer
 @every_mode
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -57,6 +58,7 @@ def test_without_a_master_a_step_is_that_in_float32_rounded_once(entry, dtype, f
         assert_alike(*pairs, roundings=8)
 
 
+@pytest.mark.few(6)
 @covering(entry=OPTIMIZERS, foreach=MODES, size=[300.0, 30000.0])
 def test_fp16_without_a_master_takes_every_finite_gradient(entry, foreach, size):
     """Sums of squares, and products with the weights, are past fp16's range."""
@@ -105,6 +107,7 @@ CASTS = [
 ]
 
 
+@pytest.mark.few(14)
 @covering(entry=OPTIMIZERS, cast=CASTS, foreach=MODES)
 def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, cast, foreach):
     first, then = cast
@@ -125,6 +128,7 @@ def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, cast, foreac
     assert_same(*results)
 
 
+@pytest.mark.few(14)
 @covering(entry=OPTIMIZERS, cast=CASTS, foreach=MODES)
 def test_a_model_may_be_cast_after_its_optimizer_was_made(entry, cast, foreach):
     first, then = cast

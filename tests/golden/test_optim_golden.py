@@ -23,6 +23,7 @@ def scaled_adam_tolerance(name: str) -> float:
     return 1e-6 if "zipformer" in name else 1e-14
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", SCALED_ADAM)
 def test_scaled_adam(name, mode):

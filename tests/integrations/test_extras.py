@@ -27,6 +27,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named():
     """All in one process: to load torch takes longer than the rest."""
     command = [sys.executable, "-c", SCRIPT, *MISSING]
@@ -46,6 +47,7 @@ def test_the_package_itself_needs_none():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_broken_trainer_fails_where_all_are_installed(everything, tmp_path):
     """A module that cannot be collected, and a test that skips itself."""

@@ -101,6 +101,7 @@ def assert_alike(found, expected):
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("order", ["scaled", "unscaled"])
 @pytest.mark.parametrize("pair", list(combinations(TOOLS, 2)), ids="-".join)
 def test_a_pair_of_tools_does_what_it_does_without_loss_scales(pair, order):

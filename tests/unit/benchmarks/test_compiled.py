@@ -13,6 +13,7 @@ from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.trainer import Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quadratic", "adam-regression"])
 def test_every_trial_gives_the_losses_of_torch(name):
     world = replace(WORLDS[name], size=8, horizon=1024)

@@ -39,6 +39,7 @@ def simulated(world, size, steps, replicas):
     return exact._curve(world, scratch(world), batches, rates, replicas, simulate=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", ALL, ids=lambda world: world.name)
 @pytest.mark.parametrize("size", [4, 12])
 def test_training_the_task_has_the_expected_loss(world, size):
@@ -135,6 +136,7 @@ def test_the_critical_batch_is_what_trying_every_size_finds(world):
     assert found.error == 0
 
 
+@pytest.mark.slow
 def test_replicas_find_adams_critical_batch_within_their_error():
     coarse, fine = (
         critical_batch(ADAM, scratch(ADAM), 2048, replicas=replicas) for replicas in (500, 8000)

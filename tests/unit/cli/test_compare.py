@@ -50,6 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
 
 
+@pytest.mark.slow
 def test_it_prints_verdicts_and_goes_on(small, tmp_path, capsys):
     run = str(tmp_path / "run")
     arguments = [tiny(), *PLAIN, "--optimizers", "lans", "--out", run]

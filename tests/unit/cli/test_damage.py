@@ -157,6 +157,7 @@ def half_a_minute():
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", range(CASES))
 @pytest.mark.parametrize("name", RUNS)
 def test_a_damaged_run(name, case, runs, tmp_path, monkeypatch, capsys):

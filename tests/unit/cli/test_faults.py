@@ -105,6 +105,7 @@ def interrupted(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 def test_a_file_in_place_of_the_checkpoints(interrupted, capsys):
     capsys.readouterr()
     before = recorded(interrupted)
@@ -126,6 +127,7 @@ def test_a_file_in_place_of_the_checkpoints(interrupted, capsys):
     assert read_run(interrupted).summary["status"] == "complete"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", [[], ["--json"]], ids=["words", "json"])
 def test_a_page_that_cannot_be_written_costs_no_result(folder, flags, capsys):
     (folder / "report.html").unlink()

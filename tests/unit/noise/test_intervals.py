@@ -107,6 +107,7 @@ def test_every_source_covers(scheme):
     assert 0.93 <= covered <= 0.97
 
 
+@pytest.mark.slow
 def test_hopeless_data_are_mostly_unbounded_and_still_covered():
     covered, unbounded = coverage(*series("equal", 64, 50, seed=5), truth=64 * 64)
     assert unbounded > 0.5
@@ -177,6 +178,7 @@ def test_too_few_measurements_say_nothing(n):
     assert math.isnan(got.value.item()) == (n == 0)
 
 
+@pytest.mark.slow
 def test_level_is_the_coverage():
     noise, signal = series("equal", 1, 60, seed=13)
     got = ratio_of_averages(noise, signal, level=0.8)

@@ -40,6 +40,7 @@ def test_a_damaged_state_changes_nothing():
     assert other.estimate().measurements.item() == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("source", ["microbatch", "accumulated", "per_example"])
 def test_finds_a_known_noise_scale(source):
     model, sample = synthetic(40.0)

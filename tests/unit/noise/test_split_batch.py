@@ -40,6 +40,7 @@ def test_one_batch_is_the_definition(n):
     assert got.item() == pytest.approx(noise / a.dot(b).item(), rel=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["alternative", "paper"])
 def test_finds_a_known_noise_scale_with_odd_batches(mode):
     estimator = SplitBatchNoiseScale(mode=mode, update_rate=0.002)

@@ -47,6 +47,7 @@ def test_interval_covers_in_95_of_100(mode):
     assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.041)
 
 
+@pytest.mark.slow
 def test_without_a_signal_nothing_is_resolved():
     """The two-sided interval errs in 2.5 % to this side: 4 of 60 are three standard errors."""
     got = list(replicates(60, 32.0, "alternative", signal=0.0))

@@ -20,6 +20,7 @@ def judged(parts, gradient):
     return bool(is_altered(rows.sum(0), gradient.double(), reference.running_squares(rows), unit))
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("m", [2, 8, 64])

@@ -204,6 +204,7 @@ def test_a_state_on_another_device(kind, mode):
     assert not torch.equal(params[0], weight)
 
 
+@pytest.mark.few(9)
 @every
 @each_mode
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -103,6 +103,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(14)
 @every_optimizer
 @pytest.mark.parametrize("wrong", REFUSED, ids=lambda f: f.__name__)
 def test_a_refused_state_leaves_everything_as_it_was(make, wrong):

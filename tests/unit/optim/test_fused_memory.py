@@ -298,6 +298,7 @@ PLACES = {
 }
 
 
+@pytest.mark.few(36)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", LAYOUTS.values(), ids=LAYOUTS)

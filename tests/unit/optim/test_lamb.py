@@ -22,6 +22,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_equals_the_reference(options, mode):

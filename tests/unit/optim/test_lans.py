@@ -21,6 +21,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_equals_the_reference(options, mode):

@@ -54,6 +54,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.few(1)
 @every_optimizer
 @pytest.mark.usefixtures("two_threads")
 def test_several_python_threads_step_at_once(make):
@@ -198,6 +199,7 @@ def test_a_changed_rule_is_compiled_anew(tmp_path):
 
 
 # A damaged file of the cache raises whatever it likes.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "error", [RuntimeError, PermissionError, EOFError], ids=lambda e: e.__name__
 )
@@ -272,6 +274,7 @@ def test_types_that_cannot_be_compiled_leave_others_alone(make, monkeypatch):
     assert later._built[0].tables
 
 
+@pytest.mark.slow
 @every_optimizer
 def test_a_lack_of_memory_in_the_compiler_is_passed_on(make, monkeypatch):
     def fail(function, cache):

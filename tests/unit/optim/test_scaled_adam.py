@@ -47,6 +47,7 @@ def difference(options, recipe, mode, make=Exact, **kwargs):
     )
 
 
+@pytest.mark.few(8)
 @covering(options=OPTIONS, recipe=RECIPES, mode=MODES)
 def test_equals_the_reference(options, recipe, mode):
     # Float64 on both sides; 60 steps of rounding in another order.

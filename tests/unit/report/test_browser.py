@@ -110,6 +110,7 @@ def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mo
     assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("points", [0, 1, 2])
 def test_partial_page(make_run: Any, tmp_path: Path, points: int):
     assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts=0)

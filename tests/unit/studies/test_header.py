@@ -30,6 +30,7 @@ def test_a_gpu_is_named_in_the_header(monkeypatch):
     assert asked == [device]
 
 
+@pytest.mark.slow
 def test_the_header_says_what_was_run(tmp_path):
     begin(tmp_path / "run", workers=2, seed=3)
     header = read_run(tmp_path / "run").header
@@ -44,12 +45,14 @@ def test_the_header_says_what_was_run(tmp_path):
     assert (header.settings.seed, header.plan) == (3, PLAN)
 
 
+@pytest.mark.slow
 def test_a_task_without_betas_and_weight_decay():
     task = make_task(make_optimizer=lambda p, lr: torch.optim.Adagrad(p, lr=lr, weight_decay=0.5))
     found = describe_task(make_trainer(task), "x")
     assert (found.beta2, found.weight_decay, found.optimizer) == (None, 0.5, "Adagrad")
 
 
+@pytest.mark.slow
 def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):
     monkeypatch.setattr("steadygrad.studies.calibration.measured_speed", lambda *_: 8.0)
     monkeypatch.setattr(

@@ -76,6 +76,7 @@ def test_the_whole_run(whole):
     assert left(whole) == FILES
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [EARLY, LATE])
 def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path, at):
     folder = copy(base, tmp_path / "run")
@@ -112,6 +113,7 @@ def test_a_complete_run_gets_the_summary_of_todays_words(whole, tmp_path):
     assert summary(folder) == dumps(now)
 
 
+@pytest.mark.slow
 def test_another_run_of_the_same_seed_has_the_same_record(whole, tmp_path):
     begin(tmp_path / "again", at=None)
     assert lines(tmp_path / "again") == lines(whole)
@@ -147,6 +149,7 @@ def pickle_in_place(folder):
         path.write_bytes(pickle.dumps({"name": path.stem}))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", [exchange, edit, truncate, delete, pickle_in_place])
 def test_a_checkpoint_that_cannot_be_trusted_is_trained_anew(cut, whole, tmp_path, damage):
     folder = copy(cut, tmp_path / "run")
@@ -261,6 +264,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_numpy_in_a_task_does_not_change_a_resumed_run(tmp_path):
     """Its noise comes from numpy and from Python: both are seeded for each trial."""
     whole, _ = begin(tmp_path / "whole", "augmented", at=None)

@@ -170,6 +170,7 @@ def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_study_that_runs_out_of_memory_ends_with_an_answer(tmp_path):
     """Every batch is split, and all numbers but the noise scale's are those of whole batches."""
     tight, _ = begin(tmp_path / "tight", "little_memory", at=None)

@@ -66,6 +66,7 @@ def test_every_parameter_gets_a_gradient(task, model):
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
 
 
+@pytest.mark.few(1)
 def test_it_trains(task, model):
     before = mean_loss(task, model)
     optimizer = task.optimizer(model, task.lr)

@@ -125,6 +125,7 @@ print("\\n".join(read_corpus()[2].values()))
 """
 
 
+@pytest.mark.slow
 def test_the_standard_library_reads_the_same_in_another_process():
     out = subprocess.run(
         [sys.executable, "-c", SCRIPT],

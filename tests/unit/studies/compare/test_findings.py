@@ -227,6 +227,7 @@ def twins(seeds, curvature, number, better=0.0):
     return row_of(summary(plan, loss_of), "twin", 128).verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [5, 10])
 @pytest.mark.parametrize("curvature", [0.2, 1.0, 5.0])
 def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
@@ -295,6 +296,7 @@ def test_parts_of_a_record(keep, verdicts):
     assert (found.tuned[0].lr is not None) == (found.trained >= 33)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_finding_contradicts_another(seed):
     """In studies with losses at random, divergence, and missing trials."""

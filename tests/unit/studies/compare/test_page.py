@@ -196,6 +196,7 @@ def test_the_best_of_every_length_is_in_sight(make_run, painted):
 
 
 # The search has 33 trainings, and each verdict 15.
+@pytest.mark.few(7)
 @pytest.mark.parametrize("events", [0, 1, 2, 20, 34, 42, 66])
 @pytest.mark.parametrize("status", [None, "interrupted"])
 def test_a_partial_record_is_drawn(make_run, events, status):
@@ -258,6 +259,7 @@ def test_six_optimizers_and_four_batch_sizes_in_a_browser(make_run, tmp_path, mo
     assert (luminance(look.desk["paper"]) < 0.1) == (mode == "dark")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_hostile_names_run_nothing_and_do_not_widen_the_page(hostile, tmp_path):
     look = Look(render(hostile), tmp_path)

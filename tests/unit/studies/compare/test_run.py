@@ -77,6 +77,7 @@ def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     assert all(one == other for one, other in both)
 
 
+@pytest.mark.slow
 def test_losses_fall_and_adamw_learns(whole):
     runs = read_run(whole).select(Run)
     verdicts = [run for run in runs if run.repeat and run.samples == 128]
@@ -190,6 +191,7 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
         assert torch.equal(own, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_types(tmp_path, dtype):
     plan = planned(seeds=2, optimizers=("adamw", "muon"))
@@ -199,6 +201,7 @@ def test_other_types(tmp_path, dtype):
     assert outcome.summary.diverged == 0
 
 
+@pytest.mark.slow
 def test_a_task_with_an_evaluation_of_its_own(tmp_path):
     plan = planned(seeds=2, optimizers=("adamw", "lans"), full=False)
     outcome, watcher = begin(tmp_path / "run", "evaluated", at=-1, plan=plan, optimizers="lans")
@@ -218,6 +221,7 @@ def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
     assert watcher.done == watcher.total
 
 
+@pytest.mark.slow
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     # A slow machine by its own account, so that the budget is no limit to the test.
     monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *_, **options: (20.0, 1))

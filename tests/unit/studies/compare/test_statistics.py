@@ -103,6 +103,7 @@ def test_intervals_cover_the_true_difference():
     assert (covered >= 930).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("effect", [3.0, 1.0, 0.5])
 def test_the_promised_number_of_seeds_finds_the_difference(effect):
     needed = seeds_needed(effect * SPREAD, SPREAD)

@@ -208,6 +208,7 @@ def test_all_optimizers_get_the_same_trials_whatever_happens(seed):
         assert max(map(abs, ladder)) < 20
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", range(25))
 def test_decisions_are_the_same_whatever_else_is_recorded(seed):
     """Trials in any order that their needs allow: the same jobs, and the same results."""

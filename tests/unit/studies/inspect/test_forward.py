@@ -64,6 +64,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path
     assert run.summary["diagnosis"]["nonfinite_at_any_scale"] == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
 def test_accumulation(factory, bug, tmp_path):
     look(tmp_path / "run", spec(factory), accumulation=True)

@@ -167,6 +167,7 @@ def test_a_partial_run_says_so(phases):
     assert text.count("ran out of its budget before all steps were trained") == 1
 
 
+@pytest.mark.few(1)
 @needs_chromium
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_on_a_phone_and_on_a_desk(tmp_path, mode):

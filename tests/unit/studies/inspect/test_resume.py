@@ -11,6 +11,7 @@ def checkpoints(folder):
     return sorted(path.stem for path in (folder / "checkpoints").glob("*.pt"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("share", "kept"),
     [
@@ -27,6 +28,7 @@ def test_only_checkpoints_that_may_be_needed_are_kept(whole, tmp_path, share, ke
     assert checkpoints(tmp_path / "run") == kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", ["the last", "all", "damaged"])
 def test_a_lost_checkpoint_is_trained_again(whole, tmp_path, lost):
     (complete, monitor), folder = whole, tmp_path / "run"

@@ -16,6 +16,7 @@ from tests.unit.studies.framework import tiny
 from tests.unit.studies.inspect.runs import look, parts_of, spec
 
 
+@pytest.mark.slow
 def test_nothing_is_at_fault_in_the_language_model(tmp_path):
     summary = look(tmp_path / "run", spec("small_char_lm")).summary.to_dict()
     assert not any(summary["diagnosis"].values())
@@ -38,6 +39,7 @@ def test_a_compiled_model_is_counted_like_another(tmp_path):
     assert compiled["diagnosis"] == plain["diagnosis"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factory", ["sequential", "residual"])
 def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
     outcome = look(tmp_path / "run", spec(factory), steps=32)
@@ -87,6 +89,7 @@ def test_one_loss_scale_is_what_torch_s_scaler_does(whole):
     assert 2.0 ** parts[-1].scales[""] == scaler.get_scale() < 2.0**16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["always", "hinge"])
 def test_a_hundred_steps(factory, tmp_path):
     """A layer that is infinite in every step; and one loss that is soon zero for most samples."""
@@ -99,6 +102,7 @@ def test_a_hundred_steps(factory, tmp_path):
     assert (zero > 0.5) == (factory == "hinge")
 
 
+@pytest.mark.slow
 def test_who_overflows_because_it_is_large_is_not_broken(tmp_path):
     """Of the samples one in 100 has a gradient some thousand times larger."""
     summary = look(tmp_path / "run", spec("spiky"), steps=96).summary.to_dict()
@@ -161,6 +165,7 @@ def test_what_each_trial_needs_and_is_told(whole):
     assert run.header.plan.work == sum(trial.cost for trial in trials)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_over_too_early(whole, tmp_path):
     (complete, monitor), said = whole, {}
     for share in (0.01, 0.3, 0.6, 0.8):
