@@ -72,7 +72,7 @@ CEILINGS = {
     "studies/advise": 2287,
     "studies/compare": 2125,
     "studies/inspect": 1356,
-    "studies/ab": 744,
+    "studies/ab": 721,
     "tasks": 1639,
     "noise": 2700,
     "balance": 1207,

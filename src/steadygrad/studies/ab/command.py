@@ -65,17 +65,14 @@ def run_command(
 
 
 def metric_of(text: str, metric: str) -> float | None:
-    """The last match of a pattern with a group, or a key of the last line of JSON that has it.
+    """The last match of a pattern with a group, or a key in the last line of JSON that names it.
 
     None where the last number is no match or goes on after it: an earlier epoch is no result.
     """
     with suppress(ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         if "(" not in metric:
-            found = []
-            for line in text.splitlines():
-                with suppress(ValueError, KeyError, TypeError, RecursionError):
-                    found.append(json.loads(line)[metric])
-            return float(found[-1])
+            lines = re.findall(rf'.*"{re.escape(metric)}" *:.*', text)
+            return float(json.loads(lines[-1])[metric])
         last = [*re.finditer(metric, text)][-1]
         first, after = last.start(1), text[last.end(1) :]
         before = re.split(r"(?<!\\)\((?!\?(?!P<))", metric)[0]

@@ -34,9 +34,10 @@ class Evidence:
         self.header, self.plan, self.runs = header, header.plan, results.select(Run)
         self.values = {(run.arm, run.pair): run.value for run in self.runs}
         count = len(self.plan.arms)
-        self.names = ("A", "B") if count == 2 else ("A", *(f"B{arm}" for arm in range(1, count)))
+        names = [f"B{arm}" for arm in range(1, count)] if count > 2 else ["B"]
         self.alpha = header.settings.alpha / (count - 1)  # each B's, by Bonferroni
         self.is_itself = len({*self.plan.arms}) == 1
+        self.names = ("A", *(["A again"] if self.is_itself else names))
         self.pairs = header.settings.pairs or (ITSELF if self.is_itself else MOST)
         self.ahead = max(1, header.runtime.workers // count)
 
@@ -66,10 +67,15 @@ class Evidence:
         found |= {"mean": mean, "low": mean - half, "high": mean + half}
         known = ~np.isnan(b - a)
         if (self.is_itself or not failed) and known.sum() > 2:
-            found |= _single(a[known], b[known], settings.goal, self.is_itself)
+            apart, own = (b - a)[known], 2 * a[known].std(ddof=1)
+            better = int((apart < -own).sum()), int((apart > own).sum())
+            found["two_sigma"] = better if settings.goal == "min" else better[::-1]
+            if self.is_itself:
+                noise = -special.stdtrit(len(apart) - 1, 0.025) * apart.std(ddof=1)
+                found |= {"verdict": "no difference", "noise": float(noise), "pairs": len(apart)}
         if decided:
-            better = (mean < 0) == (settings.goal == "min" or failed)
-            found["verdict"] = "no difference" if negligible else "better" if better else "worse"
+            is_better = (mean < 0) == (settings.goal == "min" or failed)
+            found["verdict"] = "no difference" if negligible else "better" if is_better else "worse"
         elif not (self.is_itself or failed or last == 0 or half == 0):
             deviation = float((b - a).std(ddof=1))
             more = pairs_needed(mean, deviation, self.alpha, settings.smallest_effect)
@@ -96,16 +102,3 @@ class Evidence:
             seconds=fmean(seconds) if seconds else None,
             peak_bytes=fmean(peaks) if peaks else None,
         )
-
-
-def _single(a: Floats, b: Floats, goal: str, is_itself: bool) -> dict[str, Any]:
-    """Single pairs: what the rule of two sigma says of them, and how far A's are apart."""
-    apart, own = b - a, float(a.std(ddof=1))
-    if not own:
-        return {}
-    better = int((apart < -2 * own).sum()), int((apart > 2 * own).sum())
-    found: dict[str, Any] = {"two_sigma": better if goal == "min" else better[::-1]}
-    if is_itself:
-        span = -float(special.stdtrit(len(a) - 1, 0.025))
-        found |= {"verdict": "no difference", "noise": span * float(apart.std(ddof=1))}
-    return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from steadygrad.studies import charts
 from steadygrad.studies.ab.findings import Evidence
@@ -30,5 +31,5 @@ def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
     axes.errorbar(n[known], course.mean[known], course.half[known], **style)
     axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
     axes.axhline(0, color=charts.MUTED, linewidth=1)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set(xlabel="pairs", ylabel=f"{evidence.names[arm]} minus A")

@@ -56,8 +56,7 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
     others = [arm for arm in arms if isinstance(arm, str) or callable(arm)]
     if len(arms) not in (len(tasks), len(others)):
         raise InputError(
-            f"Expected tasks, or functions and commands, not both. Found {len(tasks)} tasks of "
-            f"{len(arms)}. Remedy: a function that trains the task."
+            f"Expected tasks, or functions. Found {len(tasks)} tasks of {len(arms)}. Remedy: one."
         )
     given: dict[str, Any] = {f.name: getattr(t, f.name) for t in tasks[:1] for f in fields(Task)}
     names = [getattr(arm, "__qualname__", "") for arm in others]
@@ -78,10 +77,7 @@ def load(settings: Settings, files: Mapping[str, str]) -> Arms:
         raise InputError("Expected --metric with commands. Found none. Remedy: --metric KEY.")
     with guarded(f"--metric {metric}"):
         if "(" in metric and (groups := re.compile(metric).groups) != 1:
-            raise InputError(
-                f"Expected --metric with one group, the number. Found {groups} in {metric!r}. "
-                "Remedy: (?:...) elsewhere."
-            )
+            raise InputError(f"Expected --metric with one group. Found {groups}. Remedy: (?:...).")
     return arms_of(words if metric else [load_arm(files.get(word, word)) for word in words])
 
 
@@ -90,11 +86,10 @@ def load_arm(spec: str) -> Arm:
     if spec in BUILT_IN:
         return load_task(spec)
     function = load_function(spec)
-    for one in inspect.signature(function).parameters.values():
-        is_needed = one.default is one.empty or one.name == "seed"
-        if is_needed and one.kind < one.VAR_POSITIONAL:
-            return function
-    return load_task(spec)
+    takes = inspect.signature(function).parameters.values()
+    needed = [one for one in takes if one.default is one.empty or one.name == "seed"]
+    takes_seed = any(one.kind < one.VAR_POSITIONAL for one in needed)
+    return function if takes_seed else load_task(spec)
 
 
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -112,12 +107,8 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
         span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed * workers
         fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
         samples = max(1, settings.samples or fitting)
-    return Plan(
-        arms=tuple(arms),
-        samples=samples,
-        work=most * count * max(1, samples),
-        largest_batch=task.batch_size,
-    )
+    work, size = most * count * max(1, samples), task.batch_size
+    return Plan(arms=tuple(arms), samples=samples, work=work, largest_batch=size)
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
@@ -127,7 +118,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
     if len(first) == len(arms) and all(run.failure for run in first):
         raise InputError(
             "Expected a metric in the first pair. Found that all its runs failed: "
-            f"{first[0].failure}. Remedy: mend that and delete results/run-*, or another --seed."
+            f"{first[0].failure}. Remedy: mend that and begin anew, or first delete results/run-*."
         )
     decided, cost = [evidence.course(arm).decided for arm in arms], max(1, plan.samples)
     # Before it, there is no verdict even if all differences are equal.
@@ -157,7 +148,7 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
         own = task.arms[arm]
     settings, context = place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
-    number = pair + 1000 * plan.arms[:arm].count(plan.arms[arm])
+    number = pair + 1000 * arm * (plan.arms[arm] == plan.arms[0])
     seed, value, failure, took = settings.seed + number, math.nan, "", dict[str, int]()
     try:
         if isinstance(own, Task):

@@ -17,7 +17,7 @@ def sentence(found: Comparison, s: Summary) -> str:
     name, mean = found.name, found.mean
     after = f"after {found.pairs} pair{'s' * (found.pairs != 1)}"
     if len({arm.what for arm in s.arms}) == 1:
-        noise = "an unknown amount" if found.noise is None else f"less than {show(found.noise)}"
+        noise = "an unknown amount" if found.noise is None else f"at most {show(found.noise)}"
         return f"Two runs of A differ by {noise} in 95% of pairs, {after}."
     told = found.verdict != "cannot tell"
     verdict = f"{name} is {found.verdict}" if told else "Cannot tell yet"
@@ -26,18 +26,14 @@ def sentence(found: Comparison, s: Summary) -> str:
         return f"{verdict}: of {found.pairs} runs each, {own} of A and {other} of {name} failed."
     low, high = sorted((abs(found.low), abs(found.high)))
     if found.verdict == "no difference":
-        if high == 0:
-            return f"No difference: {name} gave exactly A's metric in {found.pairs} pairs."
         return f"No difference larger than {show(high)}: {name} minus A is {minus(found)}, {after}."
     if told:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
-    if found.low == found.high:
-        return f"{verdict}: {name} minus A is {show(mean)} in each of {found.pairs} pairs."
-    more = ", and even 10,000 would not be enough" if math.isfinite(found.high) else ""
+    more = ", and even 10,000 would not be enough" if 0 < found.high - found.low < math.inf else ""
     if found.needed and found.hours is not None:
         hours = found.hours
-        long = f"{show(hours, 2)} hours" if hours > 1 else f"{show(60 * hours, 2)} minutes"
+        long = f"{show(hours, 2)} h" if hours > 1 else f"{math.ceil(60 * hours)} min"
         more = f"; about {found.needed:,} more, in {long}, should be enough"
     return f"{verdict}: {name} minus A is {minus(found)} {after}{more}."
 
@@ -47,9 +43,8 @@ def remarks(s: Summary) -> tuple[str, ...]:
     end = [f"The study {ENDS[s.status]}; --resume continues it."] if s.status in ENDS else []
     for arm in s.arms:
         if arm.failed:
-            end.append(
-                f"{arm.failed} of {arm.runs} runs of {arm.name} failed: {arm.failure.rstrip('.')}."
-            )
+            why = arm.failure.rstrip(".")
+            end.append(f"{arm.failed} of {arm.runs} runs of {arm.name} failed: {why}.")
         elif arm.deviation == 0:
             end.append(f"All runs of {arm.name} gave the same metric. Does it use its seed?")
     for found in s.findings:

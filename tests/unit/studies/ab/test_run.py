@@ -87,13 +87,28 @@ def test_a_alone_has_seeds_of_its_own_and_says_what_is_noise(tmp_path):
     assert (row.verdict, found.summary.exit_code) == ("no difference", 3)
 
 
+def test_a_alone_counts_pairs_without_a_failed_run(tmp_path):
+    def metric(seed):
+        return seed % 7 + 1 / ((seed + 1) % 2)
+
+    (row,) = steadygrad.ab(metric, pairs=8, out=tmp_path / "run", **QUIET).summary.findings
+    assert (row.pairs, row.failed, row.verdict) == (4, (4, 4), "no difference")
+
+
+def test_a_change_that_is_named_twice_has_the_same_seeds_twice(tmp_path):
+    words = "echo x=1{seed}", "echo x={seed}", "echo x={seed}"
+    found = steadygrad.ab(*words, metric="x=(.*)", pairs=3, out=tmp_path / "run", **QUIET)
+    runs = values(found.folder)
+    assert [runs[2, pair] for pair in range(3)] == [runs[1, pair] for pair in range(3)] == [0, 1, 2]
+
+
 def test_a_metric_that_does_not_hang_on_the_seed_tells_nothing(tmp_path):
     given = {"metric": "x=(.*)", "pairs": 8, "out": tmp_path / "run", **QUIET}
     found = steadygrad.ab("echo x=1", "echo x=0.5", **given).summary
     (row,) = found.findings
     assert (row.verdict, row.pairs, row.mean, row.needed) == ("cannot tell", 8, -0.5, None)
     assert [arm.deviation for arm in found.arms] == [0, 0]
-    assert len(found.remarks) == 2
+    assert len(found.remarks) == 3
 
 
 def test_several_changes_share_the_chance_of_error_and_end_one_by_one(tmp_path):
