@@ -138,7 +138,7 @@ def test_a_training_that_diverges_is_a_result_but_at_the_tasks_own_settings(tmp_
     assert (run.loss, run.place, run.curve) == (math.inf, 1024, ((1024, math.inf),))
     assert math.isinf(run_job(scratch_job("8", 1024, rate=16.0), plan(1024), place).loss)
     place = place_of(tmp_path, diverging())
-    with pytest.raises(Diverged, match="validation loss"):
+    with pytest.raises(Diverged, match="Task.lr"):
         run_job(scratch_job("4", 1024), plan(1024), place)
     # Where rates are searched, the task's own is one of many.
     place.header = make_header(settings=Settings(task="tiny", tune=True))
