@@ -38,30 +38,14 @@ def test_known_truth_without_noise(critical, tolerance):
     assert found.safe == found.within
 
 
-def test_the_bracket_is_between_the_sizes_that_were_tried():
-    """89.6 is tolerable: 96 is not."""
-    found = find_critical(branches(400.0) + branches(400.0, sizes=[SIZES[0], 96]), 0.2)
-    assert (found.within, found.beyond) == (found.low, found.high) == (64, 96)
-    assert 64 < found.value < 96
-
-
-def test_every_size_within_the_tolerance():
-    found = find_critical(branches(1e5), 0.2)
-    assert (found.value, found.within) == (SIZES[-1], SIZES[-1])
-    assert (found.high, found.beyond, found.known) == (math.inf, math.inf, True)
-
-
 @pytest.mark.parametrize(
     ("critical", "sigma", "shared", "replicates", "least"),
     [
         # 95% nominal: fewer than 54 of 60 has a chance of 3%, at 75% of 99%; the seeds are fixed.
         (64.0, 0.006, 0.0, 60, 54),
         # At a true 93% fewer than 180 of 200 has a chance of 4%, at 85% of 97%.
-        *(
-            pytest.param(*case, 200, 180, marks=pytest.mark.slow)
-            for case in ((64.0, 0.002, 0.0), (64.0, 0.006, 0.006), (250.0, 0.002, 0.006))
-        ),
-        pytest.param(250.0, 0.006, 0.0, 200, 180, marks=pytest.mark.slow),
+        pytest.param(64.0, 0.006, 0.006, 200, 180, marks=pytest.mark.slow),
+        pytest.param(250.0, 0.002, 0.006, 200, 180, marks=pytest.mark.slow),
     ],
 )
 def test_the_interval_covers_the_truth(critical, sigma, shared, replicates, least):
@@ -71,17 +55,6 @@ def test_the_interval_covers_the_truth(critical, sigma, shared, replicates, leas
         found = find_critical(made, 0.2, seed=seed)
         covered += found.low <= truth <= found.high
     assert covered >= least
-
-
-def test_noise_in_the_smallest_batchs_curve_widens_the_interval():
-    """Noise on the way of the smallest batch's branches, none at any branch's end."""
-    noise = random.Random(0)
-    quiet = branches(600.0, sigma=0.0005, seed=2, sizes=SIZES[:5])
-    loud = [
-        replace(b, curve=(*((s, y + noise.gauss(0, 0.02)) for s, y in b.curve[:-1]), b.curve[-1]))
-        for b in quiet
-    ]
-    assert find_critical(quiet, 0.2).fall > 3 * find_critical(loud, 0.2).fall > 0
 
 
 @pytest.mark.parametrize(("good", "end"), [(1, math.inf), (2, 2.99), (4, 1e30)])
@@ -101,11 +74,6 @@ def test_a_diverged_size_is_a_ceiling_and_widens_nothing(good, end):
 def with_end(made, size, end):
     """One of the repeats of a size ends elsewhere."""
     return [replace(b, loss=end) if (b.batch_size, b.repeat) == (size, 1) else b for b in made]
-
-
-def test_one_repeat_that_blows_up_is_a_divergence():
-    found = find_critical(with_end(branches(1e5, sigma=0.001), SIZES[-1], 1e6), 0.2)
-    assert (found.resolved, found.within, found.diverged) == (True, SIZES[-2], SIZES[-1])
 
 
 @pytest.mark.parametrize(("end", "diverged"), [(9.0, None), (1e9, None), (math.inf, SIZES[3])])
@@ -167,9 +135,6 @@ def test_a_loss_that_does_not_fall_gives_no_number(drift):
         assert math.isnan(found.value)
         assert (found.low, found.high, found.safe) == (0.0, math.inf, SIZES[0])
         assert found.fall < 0 if drift < 0 else found.fall == 0
-
-
-def test_a_small_fall_without_noise_is_one():
     small = [relabelled(b, lambda s: 2.0 + 1e-4 * law(s)) for b in branches(250.0)]
     assert find_critical(small, 0.2).resolved
 
@@ -186,44 +151,6 @@ def test_the_falls_error_is_at_least_that_over_repeats():
     # The standard deviation of the starts is 0.2; the curve through the means is the same.
     assert found.fall == pytest.approx(fall / (0.2 / math.sqrt(3)), rel=0.01)
     assert not found.resolved
-
-
-def test_a_loss_that_only_wavers_measures_nothing():
-    """A fall within the noise is none: most seeds must say so."""
-    unknown = 0
-    for seed in range(40):
-        draw = random.Random(seed)
-        flat = [relabelled(b, lambda s: 2 + draw.gauss(0, 0.002)) for b in branches(250.0)]  # noqa: B023
-        unknown += not find_critical(flat, 0.2, seed=seed).resolved
-    # Three standard errors on one side, over the best of many curves: a few slip through.
-    assert unknown >= 36
-
-
-def test_a_repeats_common_noise_does_not_matter():
-    quiet = find_critical(branches(250.0, sigma=0.002, seed=1), 0.2)
-    loud = find_critical(branches(250.0, sigma=0.002, shared=0.05, seed=1), 0.2)
-    # The smooth curve is bent a little by its own last point.
-    assert loud.value == pytest.approx(quiet.value, rel=0.35)
-    assert loud.high / loud.low < 4
-
-
-def test_each_sizes_variance_is_its_own_in_part():
-    """One noisy size must not hide that the others are quiet."""
-    noise = random.Random(3)
-    made = [
-        replace(b, loss=b.loss + noise.gauss(0, 0.05)) if b.batch_size == SIZES[-1] else b
-        for b in branches(64.0, sigma=0.0005, seed=3)
-    ]
-    found = find_critical(made, 0.2)
-    assert found.known
-    assert found.low <= within_tolerance(64.0) <= found.high
-
-
-def test_the_interval_is_drawn_with_the_seed():
-    made = branches(64.0, sigma=0.01)
-    first, again, second = (find_critical(made, 0.2, seed=seed) for seed in (7, 7, 8))
-    assert first == again
-    assert (first.low, first.high) != (second.low, second.high)
 
 
 def test_whole_repeats_are_used_and_fewer_than_two_give_nothing():

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.pairs import FREEDOM, Pairs, better, shared_variance
+from steadygrad.studies.advise.pairs import Pairs
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
@@ -53,22 +53,10 @@ def test_a_known_overhead_comes_back(truth, place):
     assert found.overheads == pytest.approx((truth,) * 3, abs=0.011)
     # One that needs fewer samples needs no more.
     assert pairs(-0.1, place=place).overheads == (0.0, 0.0, 0.0)
-
-
-def test_beyond_three_tolerances_and_diverged_it_is_infinite():
-    assert pairs(0.7).overheads == (math.inf, math.inf, math.inf)
-    assert not pairs(0.7).lost
-    lost = pairs(0.0, (0.0, math.inf, 0.0))
-    assert lost.overheads == (math.inf, math.inf, math.inf)
-    assert (lost.lost, lost.failed, lost.passed) == (True, True, False)
-
-
-def test_what_a_seed_adds_to_both_of_its_losses_is_no_noise():
-    seeds = np.array([0.1, -0.2, 0.4])
-    # The runs may have come in any order, and seeds of which one is missing are left out.
-    more = [*runs_behind(0.3, seeds)[::-1], replace(scratch(16, 7), loss=9.0)]
-    found = Pairs.of(more, curves(np.tile([*seeds, 9.0], (3, 1)).T), TOLERANCE)
-    assert found.overheads == pytest.approx(pairs(0.3).overheads)
+    # Beyond three tolerances nothing is known, nor where a run diverged.
+    far, lost = pairs(0.7, place=place), pairs(0.0, (0.0, math.inf, 0.0))
+    assert far.overheads == lost.overheads == (math.inf,) * 3
+    assert (far.lost, lost.lost, lost.failed, lost.passed) == (False, True, True, False)
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.3])
@@ -122,19 +110,9 @@ def test_pairs_that_a_decision_needs():
     assert pairs(0.15, 2 * noise).needed > at[0.15]
 
 
-def test_the_shared_variance_is_the_middle_one_of_sizes_that_are_known():
-    spreads = (0.001, 0.002, 0.05)
-    sizes = [pairs(0.1, (-spread, 0.0, spread)) for spread in spreads]
-    far = [pairs(0.9, (-0.4, 0.0, 0.4)), pairs(0.0, (0.0, math.inf, 0.0))]
-    found = shared_variance([*sizes, *far])
-    assert (found.variance, found.freedom) == (pytest.approx(0.002**2), FREEDOM)
-    assert shared_variance(far).freedom == shared_variance([]).freedom == 0
-
-
-def runs_at(rate, slower=1.0, spread=0.0, *, size=8, count=3):
+def runs_at(rate, slower=1.0, spread=0.0, *, size=8):
     """Trainings at a rate that need so many times the samples; infinitely many: they diverge."""
-    noise = [spread * (i - (count - 1) / 2) for i in range(count)]
-    noise = [math.inf] * count if math.isinf(slower) else noise
+    noise = [math.inf] * 3 if math.isinf(slower) else [-spread, 0.0, spread]
     return [scratch(size, i, rate=rate, slower=slower, noise=e) for i, e in enumerate(noise)]
 
 
@@ -169,30 +147,3 @@ def test_half_and_twice_the_rate(half, twice, spread, verdict):
     both = [*runs, *runs_at(2.0, 0.7, size=12)]
     rates = summarize(make_header((LENGTH,)), Results(both), "budget").rates
     assert [(rate.batch_size, rate.verdict) for rate in rates] == [(8, verdict), (12, "low")]
-
-
-def test_differences_are_paired_by_seed_and_wait_for_a_look():
-    own, twice = runs_at(1.0, count=5), runs_at(2.0, 0.8, count=5)
-    base = {run.repeat: run.curve for run in own}
-    # What a seed adds to both losses is no noise.
-    noisy, other = (
-        [replace(run, loss=run.loss + run.repeat) for run in rows] for rows in (own, twice[::-1])
-    )
-    found = better(other, noisy, base)
-    assert (found.pairs, found.sure) == (4, True)
-    gain = twice[0].loss - own[0].loss
-    assert (found.mean, found.low, found.high) == pytest.approx((gain,) * 3)
-    assert better(twice[:2], own, base) is None
-    assert better(twice[3:], own[:4], base) is None
-
-
-@pytest.mark.parametrize(("part", "never"), [(0.9, True), (1.1, False)])
-def test_a_rate_fits_unless_another_is_worth_the_tolerated_samples(part, never):
-    own = runs_at(1.0)
-    base = {run.repeat: run.curve for run in own}
-    worth = own[0].curve[-2][1] - own[0].curve[-1][1]
-    other = [replace(run, rate=2.0, loss=run.loss - part * worth) for run in own]
-    found = better(other, own, base)
-    assert (found.sure, found.never, found.decided) == (True, never, True)
-    noisy = [replace(run, loss=run.loss + 0.2 * (run.repeat - 1)) for run in other]
-    assert not better(noisy, own, base).decided

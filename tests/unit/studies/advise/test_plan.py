@@ -108,7 +108,12 @@ def test_no_batch_is_larger_than_the_data():
 
 @pytest.mark.parametrize(
     ("speed", "digits", "given"),
-    [(1000.0, 2, {}), (26.9087, 3, {}), (1000.0, 2, {"samples": 9000}), (500.0, 2, {"decays": True})],
+    [
+        (1000.0, 2, {}),
+        (26.9087, 3, {}),
+        (1000.0, 2, {"samples": 9000}),
+        (500.0, 2, {"decays": True}),
+    ],
 )
 def test_a_budget_too_small_says_what_would_do_in_round_numbers(speed, digits, given):
     with pytest.raises(InputError, match="budget") as caught:

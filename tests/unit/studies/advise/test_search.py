@@ -107,13 +107,6 @@ def test_the_border_becomes_more_certain_where_it_is_least_so(pairs, size):
     assert first == ("scratch", str(size), 3, 1.0, LENGTH)
 
 
-@pytest.mark.parametrize("critical", [30.0, 400.0])
-def test_workers_visit_and_decide_the_same_sizes(critical):
-    header, more = make_header(**ONE_POINT), {"sigma": 0.003, "lengths": 1e9}
-    one, many = (studied(header, critical, at_once=count, **more) for count in (1, 8))
-    assert {run.key for run in sizes_of(one)} == {run.key for run in sizes_of(many)}
-
-
 def test_results_between_two_looks_decide_nothing():
     runs = measured(HEADER) + [r for b in (8, 32, 16) for r in seeds(b, slower=slowness(b, 100.0))]
     # Four pairs would be a look; one is missing, or its partner is.
@@ -236,15 +229,6 @@ def test_sizes_below_those_whose_seeds_are_used_up_are_tried():
     assert {"12", "16"} <= {run.course for run in sizes_of(found)}
 
 
-def test_a_size_that_diverges_is_decided_at_once():
-    header = make_header(**ONE_POINT)
-    found = studied(header, 1e5, at_once=1, lengths=1e9, diverging=32)
-    assert [r.course for r in sizes_of(found)][3:6] == ["32"] * 3
-    evidence = Evidence(header, Results(found))
-    assert (evidence.failed, evidence.constant) == (32, 24)
-    assert evidence.sizes[32].overheads[0] == math.inf
-
-
 @pytest.mark.parametrize("twice", [1.5, 0.7])
 def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(twice):
     # By then the advice is there.
@@ -258,13 +242,6 @@ def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(twic
     assert sorted(key[1:4] for key in tried) == [
         (size, seed, rate) for size in ("24", "8") for seed in range(3) for rate in (0.5, 2.0)
     ]
-
-
-def test_the_other_rate_has_a_look_although_the_first_is_surely_better():
-    runs = [*seeds(8), *seeds(8, rate=0.5, slower=0.5)]
-    assert {key[3] for key in trainings(runs) if key[1] == "8" and key[3] != 1} == {2.0}
-    runs += seeds(8, rate=2.0, slower=2.0)
-    assert not [key for key in trainings(runs) if key[1] == "8" and key[3] != 1]
 
 
 def test_rates_that_stay_uncertain_stop_after_the_pairs_reckoned_with():
@@ -309,7 +286,12 @@ def test_branches_come_point_by_point_and_the_middle_last():
 )
 def test_a_schedule_is_trained_until_it_is_decided_or_has_its_pairs(grown, sigma, count):
     """A growing batch that ends at 32 needs 0.219 more samples where 101.5 is critical."""
-    done = [*measured(HEADER), *seeds(8, 16), *seeds(12, 16, slower=1.1), *seeds(16, 16, slower=1.5)]
+    done = [
+        *measured(HEADER),
+        *seeds(8, 16),
+        *seeds(12, 16, slower=1.1),
+        *seeds(16, 16, slower=1.5),
+    ]
     draw, tried = random.Random(0), 0
     while new := [key for key in trainings(done) if "-" in key[1]]:
         slower = slowness(32, grown)

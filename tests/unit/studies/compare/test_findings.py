@@ -37,14 +37,6 @@ def test_a_planted_flip_is_found_first():
     assert found.flips == found.findings[:1] == (flip,)
 
 
-@pytest.mark.parametrize("short", [0.0, -0.2])
-def test_no_flip_where_the_order_stays_or_is_not_known(short):
-    found = summary(PLAN, noisy({"lans": {64: short, 128: -0.2}}))
-    assert found.flips == ()
-    said = [row_of(found, "lans", samples).verdict for samples in (64, 128)]
-    assert said == ["better" if short else "cannot tell", "better"]
-
-
 def test_verdicts_are_found_in_the_order_diverged_better_cannot_tell_worse():
     plan = planned(seeds=5, optimizers=("adamw", "muon", "lamb", "lans", "sgd"))
     curve = by(spread=0.02, lans=0.3, sgd=-0.3)
@@ -60,23 +52,6 @@ def test_verdicts_are_found_in_the_order_diverged_better_cannot_tell_worse():
     assert len(found.verdicts) == 8
 
 
-def test_a_verdict_in_units_that_people_use():
-    found = summary(planned(seeds=5, multiples=(1, 4)), by(spread=0.002, lans=-0.05))
-    row = row_of(found, "lans", 128)
-    # A quarter of an octave; the interval knows that both rates are known to a quarter octave only.
-    assert row.sample_ratio.value == pytest.approx(1.2, abs=0.05)
-    assert 1.05 < row.sample_ratio.low < 2**0.25 < row.sample_ratio.high
-    # A step takes 1.25 of AdamW's time in the made record.
-    cost = found.costs["lans"]
-    assert (cost.time_ratio, cost.state_bytes) == (1.25, 7.0)
-    assert row.time_ratio.value == pytest.approx(1.25 / row.sample_ratio.value)
-    assert row.time_ratio.low <= row.time_ratio.value <= row.time_ratio.high
-    assert row.lr == row.baseline_lr == 1e-3
-    assert row.loss - row.baseline_loss == pytest.approx(row.mean)
-    # Steps are timed at the task's batch size only.
-    assert {row.multiple: row.time_ratio is None for row in found.verdicts} == {1: False, 4: True}
-
-
 @pytest.mark.parametrize("exponent", [1 / 3, 1.0])
 def test_samples_saved_are_covered_at_both_lengths(exponent):
     """LANS is as good as AdamW with 1.3 times the samples, on two power laws."""
@@ -86,21 +61,14 @@ def test_samples_saved_are_covered_at_both_lengths(exponent):
         noise = random.Random(f"{optimizer} {samples} {repeat}").gauss(0, 1e-5)
         return 1 + 5 * seen**-exponent + 0.05 * step**2 + 0.1 * repeat + noise
 
-    found = summary(PLAN, loss_of)
+    found = summary(planned(seeds=5, multiples=(1, 4)), loss_of)
+    # Steps are timed at the task's batch size only.
+    assert {row.multiple: row.time_ratio is None for row in found.verdicts} == {1: False, 4: True}
     for samples in (64, 128):
         ratio = row_of(found, "lans", samples).sample_ratio
         assert ratio.low <= 1.3 <= ratio.high
         # The value takes the exponent to be a third; the rest is noise.
         assert ratio.value == pytest.approx(1.3, rel=0.01 if exponent < 1 else 0.1)
-
-
-def test_a_plateau_is_that_of_its_own_length():
-    """An octave beside the best rate costs a tenth more samples: two octaves, at any length."""
-
-    def loss_of(samples, step, **fields):
-        return 1 + 5 * (samples / (1 + 0.1 * step**2)) ** (-1 / 3)
-
-    assert summary(PLAN, loss_of).tuned[0].plateau == pytest.approx(2.0, rel=1e-3)
 
 
 def test_a_diverging_optimizer_is_not_hidden():
@@ -115,20 +83,10 @@ def test_a_diverging_optimizer_is_not_hidden():
     assert findings(found, Edge) == []
 
 
-@pytest.mark.parametrize(("lost", "verdict"), [((3,), "cannot tell"), ((1, 2, 4, 5), "worse")])
-def test_diverged_seeds_are_counted(lost, verdict):
-    curve = by()
-    for repeat in lost:
-        curve = but(curve, optimizer="lans", samples=128, repeat=repeat)
-    found = summary(PLAN, curve)
-    assert row_of(found, "lans", 128).verdict == verdict
-    assert findings(found, Verdict)[0].lost == len(lost)
-
-
 def test_a_baseline_that_diverges_gives_no_verdict():
     curve = but(but(by(lans=-0.5), optimizer="adamw", repeat=2), optimizer="adamw", repeat=3)
-    found = summary(PLAN, curve)
-    assert {(row.verdict, row.baseline_lost) for row in found.verdicts} == {("cannot tell", 2)}
+    rows = summary(PLAN, curve).verdicts
+    assert {(row.verdict, row.baseline_lost) for row in rows} == {("cannot tell", 2)}
 
 
 @pytest.mark.parametrize(
@@ -227,13 +185,13 @@ def test_parts_of_a_record(keep, verdicts):
     assert (found.tuned[0].lr is not None) == (found.trained >= 33)
 
 
-def twins(seeds, curvature, number, better=0.0):
-    """Verdict on AdamW with its ladder half an octave aside, ``better`` by so much noise."""
+def twins(seeds, curvature, number):
+    """Verdict on AdamW with its ladder half an octave aside."""
     generator = random.Random(number)
 
     def loss_of(optimizer, samples, step, repeat, **fields):
         twin = optimizer == "twin"
-        noise = generator.gauss(0, 1) + 10 * repeat - better * twin
+        noise = generator.gauss(0, 1) + 10 * repeat
         return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * (step - 0.5 * twin) ** 2 + noise)
 
     plan = planned(optimizers=("adamw", "twin"), seeds=seeds)
@@ -241,17 +199,12 @@ def twins(seeds, curvature, number, better=0.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seeds", "curvature"), [(5, 0.2), (5, 1.0), (5, 5.0), (10, 1.0)])
+@pytest.mark.parametrize(("seeds", "curvature"), [(5, 0.2), (5, 5.0), (10, 1.0)])
 def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
     """Although each rate is tried on one seed, and the rates of their ladders differ."""
     told = sum(twins(seeds, curvature, number) != "cannot tell" for number in range(250))
     # 5 %, and three standard deviations; 7 to 12 % if the choice of rates were taken to be exact.
     assert told <= 0.0914 * 250
-
-
-@pytest.mark.slow
-def test_a_difference_of_three_standard_deviations_is_found():
-    assert sum(twins(5, 1.0, number, better=3.0) == "better" for number in range(100)) >= 80
 
 
 @pytest.mark.few(10)

@@ -150,7 +150,7 @@ def whole(tmp_path_factory):
     """A study with one of each kind."""
     names = [f"{HERE}:{name}" for name in ("ScheduleFree", "OwnRate", "Matrices")]
     traits = {name: attempt(name).traits for name in names}
-    plan = planned(optimizers=("adamw", *names), traits=traits, multiples=(1, 4), seeds=2)
+    plan = planned(optimizers=("adamw", *names), traits=traits, seeds=2)
     folder = tmp_path_factory.mktemp("libraries") / "run"
     begin(folder, at=-1, plan=plan, optimizers=",".join(names))
     return folder
@@ -173,14 +173,20 @@ def test_one_that_sets_its_own_rate_has_no_ladder(whole):
 
 def test_the_page_says_what_was_done_otherwise(whole, no_charts):  # noqa: F811
     page = render(read_run(whole))
-    for name, note in zip(("ScheduleFree", "OwnRate", "Matrices"), words.NOTES.values(), strict=True):
+    for name, note in zip(
+        ("ScheduleFree", "OwnRate", "Matrices"), words.NOTES.values(), strict=True
+    ):
         title = named(name) + " with AdamW" * (name == "Matrices")
         assert f"<b>{title}.</b> {note}</li>" in page
 
 
 @pytest.mark.parametrize(
     ("optimizers", "module"),
-    [("lans,timm:adan, torch:NAdam", ""), ("lans, evil.x:Y", "evil.x:Y"), ("torch.x:Y", "torch.x:Y")],
+    [
+        ("lans,timm:adan, torch:NAdam", ""),
+        ("lans, evil.x:Y", "evil.x:Y"),
+        ("torch.x:Y", "torch.x:Y"),
+    ],
 )
 def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizers, module):
     settings = Settings(task="char-lm", optimizers=optimizers)

@@ -88,7 +88,7 @@ def test_larger_batches_have_whole_steps_and_enough_of_them():
 
 @pytest.mark.parametrize("batches", ["2", "1,4,3", "1,1", "1,,4", "1,2000"])
 def test_batches_that_cannot_be_used(batches):
-    with pytest.raises(InputError, match="--batches .* 1024"):
+    with pytest.raises(InputError, match=r"--batches .* 1024"):
         plan_for(300, batches=batches)
 
 

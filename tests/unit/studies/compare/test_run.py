@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import TURNS
 from steadygrad.studies.compare.schema import KNOWN, Run, Settings, Speed, knobs_at
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes
@@ -116,10 +115,7 @@ def test_a_training_that_diverges_is_infinitely_bad():
     run = places.train("sgd", step=40)
     assert (run.loss, run.curve) == (math.inf, ((128, math.inf),))
     assert math.isfinite(places.train("sgd").loss)
-
-
-def test_an_evaluation_that_is_not_finite_is_a_divergence():
-    """Its training losses are finite to the end."""
+    # An evaluation that is not finite, after training losses that are to the end.
     task = replace(tiny_task.make_task(), evaluate=lambda model, samples: math.nan)
     assert Places(task, optimizers="sgd").train("sgd").loss == math.inf
 
@@ -186,10 +182,6 @@ def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *_, **options: (20.0, 1))
     monkeypatch.setattr("steadygrad.studies.compare.trials.slowdown", lambda *arguments: 1.0)
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "sgd"}
-    small = Settings(task=tiny(), budget=5.0, **chosen)
-    with pytest.raises(InputError, match="--budget"):
-        start("compare", small, tmp_path / "small", monitor=Watcher())
-    assert not (tmp_path / "small").exists()
     settings = Settings(task=tiny(), budget=500.0, **chosen)
     outcome = start("compare", settings, tmp_path / "run", monitor=Watcher())
     assert outcome.summary.status == "complete"

@@ -28,28 +28,20 @@ def replicates(seed, *shape):
     return np.random.default_rng(seed).normal(size=(REPLICATES, *shape)) * SPREAD
 
 
-@pytest.mark.parametrize("seeds", [3, 8])
-def test_the_baseline_against_itself(seeds):
-    """Two trainings of one optimizer whose seeds share nothing but their common effect."""
-    own, base = replicates(0, 2, seeds).transpose(1, 0, 2)
-    verdicts = [compare_pairs([pair])[0].verdict for pair in own - base]
-    # 95 % and three standard deviations.
-    assert 930 <= verdicts.count("cannot tell") <= 970
-    # Neither side is favoured: half of about 50, and three standard deviations of that.
-    assert abs(verdicts.count("better") - verdicts.count("worse")) <= 3 * math.sqrt(50)
-
-
 @pytest.mark.parametrize("shared", [0.0, 0.7])
 def test_three_optimizers_that_are_the_baseline(shared):
     """All pairs have the baseline's noise in common: Holm's rule holds whatever they share."""
     own, base = replicates(1, 3, 5), replicates(2, 1, 5)
-    wrong = 0
+    wrong, sides = 0, []
     for one, common in zip(own, base, strict=True):
         found = compare_pairs(list((1 - shared) * one - shared * common))
         wrong += any(each.verdict != "cannot tell" for each in found)
+        sides += [each.verdict for each in found]
     # At most 5 % and three standard deviations; independent ones come near to it.
     assert wrong <= 70
     assert shared or wrong >= 30
+    # Neither side is favoured: three standard deviations of what are 150 verdicts at most.
+    assert abs(sides.count("better") - sides.count("worse")) <= 3 * math.sqrt(150)
 
 
 def test_a_true_difference_is_still_found_beside_one_that_is_not():
@@ -169,9 +161,7 @@ def test_the_variance_of_a_choice_by_simulation():
         "it diverged once": ([-0.1, INF, -0.1], "cannot tell"),
         "it diverged on all three seeds": ([INF, INF, INF], "worse"),
         "it diverged on four of five": ([INF, INF, 0.1, INF, INF], "worse"),
-        "it diverged on three of five": ([INF, INF, 0.1, INF, -0.1], "cannot tell"),
         "the baseline diverged": ([-0.1, -INF, -0.1], "cannot tell"),
-        "each on a seed of its own": ([0.1, INF, -INF], "cannot tell"),
         "both, and it once more": ([0.1, NAN, INF], "cannot tell"),
     }.values(),
 )
