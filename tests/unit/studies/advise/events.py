@@ -20,7 +20,6 @@ from steadygrad.studies.advise.plan import (
 from steadygrad.studies.advise.schema import (
     Branch,
     Header,
-    Noise,
     Point,
     Scratch,
     Settings,
@@ -90,17 +89,17 @@ def branch(
 
 
 def branches(
-    critical, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged={}
+    critical, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged=()
 ) -> list[Branch]:
     """Branches with noise of two kinds: ``sigma`` is each one's own, ``shared`` that of a repeat.
 
     Those of the sizes in ``diverged`` end at the losses there.
     """
-    noise, made = random.Random(seed), []
+    noise, ends, made = random.Random(seed), dict(diverged), []
     for repeat in range(repeats):
         common = noise.gauss(0, shared) if shared else 0.0
         errors = {"error": lambda: noise.gauss(0, sigma), "common": common, "point": point}
-        made += [branch(s, repeat, critical, end=diverged.get(s), **errors) for s in sizes]
+        made += [branch(s, repeat, critical, end=ends.get(s), **errors) for s in sizes]
     return made
 
 
@@ -147,18 +146,11 @@ def scratch(
     )
 
 
-def noise(number: int, value=30.0) -> Noise:
-    """A noise scale; NaN where it could not be determined."""
-    known = not math.isnan(value)
-    low, high = (value / 2, 2 * value) if known else (10.0, math.inf)
-    return results.make_noise(number, value=value, low=low, high=high, resolved=known)
-
-
 def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     """Points, noise scales and the branches of the ladder."""
     found: list[Result] = []
     for i, samples in enumerate(header.plan.points):
-        found += [point(i, samples), noise(i)]
+        found += [point(i, samples), results.make_noise(i)]
         found += branches(criticals[i % len(criticals)], sigma=0.0005, seed=i, point=i, **more)
     return found
 
@@ -194,7 +186,7 @@ class World:
             samples = header.plan.points[job["point"]]
             return point(job["point"], samples, losses=self.losses)
         if job["kind"] == "noise":
-            return noise(job["point"])
+            return results.make_noise(job["point"])
         if job["kind"] == "branch":
             size, number = job["batch_size"], job["point"]
             at = self.at[number % len(self.at)]

@@ -94,21 +94,6 @@ def test_what_lies_beyond_the_last_stable_size_ends_where_one_diverged():
     assert (found.beyond, found.high, found.diverged) == (32, 64, 64)
 
 
-def test_a_gain_of_larger_batches_is_no_credit():
-    """All sizes above the third are as good as it, and better than the smallest."""
-    made = []
-    for b in branches(1e9):
-        loss = b.loss - 0.05 * min(2, SIZES.index(b.batch_size))
-        made.append(replace(b, loss=loss, curve=(*b.curve[:-1], (LENGTH, loss))))
-    found = find_critical(made, 0.2)
-    assert [*found.overhead.values()] == pytest.approx([0.0] * len(SIZES), abs=1e-6)
-    # The last size, still better than the smallest, is measured against the best.
-    worse = [replace(b, loss=b.loss + 0.08) if b.batch_size == SIZES[-1] else b for b in made]
-    again = find_critical(worse, 0.2)
-    assert [*again.overhead.values()][-1] > 0.2
-    assert again.within == SIZES[-2]
-
-
 @pytest.mark.parametrize(
     ("critical", "sigma", "seed"),
     # In the second the best guess is that all sizes are within, and 12 is not ruled out.

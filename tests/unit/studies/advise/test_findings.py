@@ -231,7 +231,7 @@ LOST = dict.fromkeys((64, 128, 256, 512), 1e9)
 def test_nothing_is_advised_above_what_diverged_at_any_point(at, told):
     results = [point(i, POINTS[i]) for i in (0, 1)]
     for i in (0, 1):
-        results += branches(1e5, sigma=5e-4, point=i, diverged=LOST if i in at else {})
+        results += branches(1e5, sigma=5e-4, point=i, diverged=LOST if i in at else ())
     evidence = known({32: 1.0}, results=results)
     assert (evidence.diverged, evidence.constant, evidence.schedule) == (64, 32, ())
     assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]

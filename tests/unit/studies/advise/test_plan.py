@@ -20,6 +20,7 @@ from steadygrad.studies.advise.plan import (
     end_marks,
     lengths_of,
     make_plan,
+    rungs,
     stages_of,
     stretches,
 )
@@ -96,6 +97,9 @@ def test_a_length_that_is_given_leaves_no_choice():
     same = [replace(plan, samples_per_second=1.0, work=1) for plan in given]
     assert same[0] == same[1] == same[2]
     assert (plan_of(300).seeds, plan_of(300, seeds=5).seeds) == (64, 5)
+    assert plan_of(300, samples=512).points == (512,)
+    with pytest.raises(InputError, match="--samples"):
+        plan_of(300, samples=511)
 
 
 def test_no_batch_is_larger_than_the_data():
@@ -127,34 +131,22 @@ def test_a_budget_too_small_says_what_would_do_in_round_numbers(speed, digits, g
         plan_of(int(seconds) - 2 * 10 ** (digits - 2), speed, **given)
 
 
-def test_a_length_too_short_to_train():
-    with pytest.raises(InputError, match="--samples"):
-        plan_of(300, samples=511)
-    assert plan_of(300, samples=512).points == (512,)
+def test_batch_sizes_that_can_be_tried():
+    assert rungs(8, 8) == [8]
+    assert rungs(8, 48) == [8, 12, 16, 24, 32, 48]
+    assert rungs(1, 8) == [1, 2, 3, 4, 6, 8]
+    # Whole shares of all ranks.
+    assert rungs(6, 96, 4) == [6, 12, 24, 36, 48, 72, 96]
 
 
-@pytest.mark.parametrize(
-    ("most", "base", "world", "expected"),
-    [
-        (8, 8, 1, [8]),
-        (48, 8, 1, [8, 12, 16, 24, 32, 48]),
-        (8, 1, 1, [1, 2, 3, 4, 6, 8]),
-        (96, 6, 4, [6, 12, 24, 36, 48, 72, 96]),
-    ],
-)
-def test_batch_sizes_that_can_be_tried(most, base, world, expected):
-    ladder = {"batch_size": base, "multiples": ((1, most // base),) * 2}
-    header = make_header(runtime={"world_size": world}, **ladder)
-    assert Evidence(header, Results()).rungs == expected
-
-
-@pytest.mark.parametrize(
-    ("samples", "rule", "expected"),
-    [(4096, "sqrt", 256), (1000, "linear", 56), (4096, "constant", 0)],
-)
-def test_the_warm_up_is_a_sixteenth_of_the_run_at_most(samples, rule, expected):
-    header = make_header(task={"lr_rule": rule}, samples=samples)
-    assert Evidence(header, Results()).warmup_samples == expected
+def test_the_warm_up_is_a_sixteenth_of_the_run_at_most():
+    for samples, rule, expected in (
+        (4096, "sqrt", 256),
+        (1000, "linear", 56),
+        (4096, "constant", 0),
+    ):
+        header = make_header(task={"lr_rule": rule}, samples=samples)
+        assert Evidence(header, Results()).warmup_samples == expected
 
 
 def test_lengths_marks_and_courses():

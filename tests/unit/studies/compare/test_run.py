@@ -26,17 +26,16 @@ def test_a_state_that_parameters_share_counts_once():
 
 
 @pytest.mark.slow
-def test_every_optimizer_and_two_of_the_users_own(tmp_path):
-    names = (*ALL, "task", "adamax", "grouped")
-    plan = planned(optimizers=names, multiples=(1, 4), points=2, seeds=2)
-    added = {"optimizers": ",".join((*ALL, "task")), "add": f"{ADDED}:adamax,{ADDED}:grouped"}
+def test_the_tasks_optimizer_and_two_of_the_users_own(tmp_path):
+    names = ("adamw", "sgd", "muon", "task", "adamax", "grouped")
+    plan = planned(optimizers=names, multiples=(1, 4), seeds=2)
+    added = {"optimizers": "sgd,muon,task", "add": f"{ADDED}:adamax,{ADDED}:grouped"}
     outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, **added)
     found = outcome.summary.to_dict()
     assert found["status"] == "complete"
     assert list(found["optimizers"].values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
-    assert len(found["verdicts"]) == 8 * 2 * 2
+    assert len(found["verdicts"]) == 5 * 2 * 2
     assert all(len(row["losses"]) == 2 for row in found["verdicts"])
-    assert {row["optimizer"] for row in found["tuned"]} == set(names)
     # Adam's two moments in float32, beside a count for each tensor; SGD's momentum alone.
     held = {name: cost["state_bytes"] for name, cost in found["costs"].items()}
     assert held["adamw"] == pytest.approx(8, rel=0.05)
