@@ -120,6 +120,8 @@ def test_no_finding_contradicts_a_number(first):
         assert (advised.batch_size is None) == (advised.why != "")
         assert (advised.minutes is None) == (advised.why != "undecided")
         assert (advised.why == "flat") == (evidence.length == 0)
+        compared = evidence.length == 0 or evidence.sizes
+        assert (advised.why == "unmeasured") == (not compared)
         # No stage is larger than what was trained from there on.
         if schedule := summary.schedule:
             stages = [(stage.from_samples, stage.batch_size) for stage in schedule.stages]
@@ -189,6 +191,17 @@ def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, deca
     assert Evidence(make_header(task=task), Results(r for r in runs if r.repeat < 2)).length == 4096
     # A length that was given stays.
     assert Evidence(make_header(task=task, settings={"samples": 4096}), first).length == 4096
+
+
+def test_the_length_stays_where_the_loss_is_noisy_but_falls():
+    noisy = [
+        replace(run, curve=(run.curve[0], (run.place, run.loss + error)))
+        for run, error in zip(three(8), (0.3, -0.5, 0.1), strict=True)
+    ]
+    assert Evidence(HEADER, Results(noisy)).length == LENGTH
+    # A fall within rounding is none.
+    still = three(8, losses=lambda s: 2 - 1e-12 * s)
+    assert Evidence(HEADER, Results(still)).length == 2048
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.pairs import Pairs
+from steadygrad.studies.advise.pairs import Pairs, better
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
@@ -97,6 +97,14 @@ def runs_at(rate, slower=1.0, spread=0.0, *, size=8):
     """Trainings at a rate that need so many times the samples; infinitely many: they diverge."""
     noise = [math.inf] * 3 if math.isinf(slower) else [-spread, 0.0, spread]
     return [scratch(size, i, rate=rate, slower=slower, noise=e) for i, e in enumerate(noise)]
+
+
+def test_differences_wait_for_a_look():
+    own, twice = ([*runs_at(rate), *runs_at(rate)[:2]] for rate in (1.0, 2.0))
+    own, twice = ([replace(r, repeat=i) for i, r in enumerate(runs)] for runs in (own, twice))
+    base = {run.repeat: run.curve for run in own}
+    assert better(twice, own, base).pairs == 4
+    assert better(twice[:2], own, base) is better(twice[3:], own[:4], base) is None
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,8 @@ def test_a_rate_that_stays_uncertain_beside_a_better_one_is_left():
     done += [run for rate in (0.5, 2.0) for run in seeds(8, rate=rate, slower=1.5)]
     better, worse = (seeds(24, rate=0.5, slower=slower) for slower in (0.8, 1.5))
     assert [key for key in trainings([*done, *better]) if key[3] != 1] == []
+    # Alone it decides nothing: the other rate has a look, too.
+    assert {key[3] for key in trainings([*seeds(8), *seeds(8, rate=0.5, slower=0.5)])} == {1, 2.0}
     # Without it, the next look takes the own rate's runs with it.
     found = trainings([*done, *worse])
     at = found.index(("scratch", "24", 3, 2.0, LENGTH))

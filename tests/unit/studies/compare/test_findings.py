@@ -35,6 +35,10 @@ def test_a_planted_flip_is_found_first():
     found = summary(PLAN, noisy({"lans": {64: -0.2, 128: 0.2}}))
     flip = Flip(optimizer="lans", multiple=1, short="better", long="worse", samples=(64, 128))
     assert found.flips == found.findings[:1] == (flip,)
+    # There is none where the order is not known.
+    found = summary(PLAN, noisy({"lans": {128: -0.2}}))
+    rows = [row.verdict for row in found.verdicts if row.optimizer == "lans"]
+    assert (found.flips, rows) == ((), ["cannot tell", "better"])
 
 
 def test_verdicts_are_found_in_the_order_diverged_better_cannot_tell_worse():

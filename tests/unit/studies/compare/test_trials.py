@@ -145,6 +145,12 @@ def test_the_last_rung_is_searched_at_the_best_point_of_the_other_knobs():
     assert len(set(counts(journal).values())) == 1
 
 
+def test_an_optimizer_without_knobs_is_not_trained_twice_at_the_same_ones():
+    _, journal = searched(lambda step, **f: 1 + step**2, optimizers=("adamw", "mine"), points=3)
+    points = {(run.optimizer, run.point) for run in journal.select(Run)}
+    assert points == {("adamw", 0), ("adamw", 1), ("adamw", 2), ("mine", 0)}
+
+
 def test_batch_sizes_are_searched_around_the_square_root():
     assert [center(multiple) for multiple in (1, 2, 4, 16, 64, 256)] == [0, 0, 1, 2, 3, 4]
 
