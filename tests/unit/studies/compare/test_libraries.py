@@ -147,7 +147,8 @@ def test_a_study_with_one_of_each_kind(tmp_path, no_charts):  # noqa: F811
     names = [named(name) for name in ("ScheduleFree", "OwnRate", "Matrices")]
     traits = {name: attempt(name).traits for name in names}
     plan = planned(optimizers=("adamw", *names), traits=traits, seeds=2)
-    outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, optimizers=",".join(names))
+    outcome, watcher = begin(tmp_path / "run", at=-1, plan=plan, optimizers=",".join(names))
+    assert watcher.done == watcher.total
     assert all(math.isfinite(row.loss) for row in outcome.summary.verdicts)
     # One that sets its own rate has no ladder.
     edges = [found for found in outcome.summary.findings if isinstance(found, Edge)]

@@ -166,15 +166,6 @@ def test_other_types_and_an_evaluation_of_its_own(tmp_path, dtype):
     assert outcome.summary.diverged == 0
 
 
-def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
-    plan, added = planned(optimizers=("adamw", "wild"), full=False), f"{ADDED}:wild"
-    outcome, watcher = begin(tmp_path / "run", at=-1, plan=plan, optimizers="adamw", add=added)
-    found = outcome.summary
-    assert [(row.verdict, row.lost) for row in found.verdicts] == [("worse", 3), ("worse", 3)]
-    assert found.diverged == found.diverged_by["wild"] > 0
-    assert watcher.done == watcher.total
-
-
 @pytest.mark.slow
 def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     # A slow machine by its own account, so that the budget is no limit to the test.

@@ -66,7 +66,7 @@ def test_the_answer_at_one_batch_size(found, first, verdicts, start, parts):
 
 def test_the_answer_names_the_batch_sizes(several):
     said = words.answer(told(several, lans_16="better", lans_64="better"))
-    assert said == "LANS (batch size 16 and 64) is better than AdamW after 128 rows."
+    assert said.startswith("LANS (batch size 16 and 64) is better than AdamW")
     assert words.answer(told(several, **WORSE)).startswith("Stay with AdamW: it is better")
 
 
