@@ -155,11 +155,15 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_types_and_an_evaluation_of_its_own(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "factory"),
+    # One with an evaluation of its own, which casts nothing.
+    [("bfloat16", "evaluated"), ("float16", "make_task"), ("float64", "make_task")],
+)
+def test_other_types_and_an_evaluation_of_its_own(tmp_path, dtype, factory):
     plan = planned(seeds=2, optimizers=("adamw", "muon"), full=False)
     options = {"at": -1, "plan": plan, "dtype": dtype, "optimizers": "muon"}
-    outcome, watcher = begin(tmp_path / "run", "evaluated", **options)
+    outcome, watcher = begin(tmp_path / "run", factory, **options)
     assert outcome.summary.status == "complete"
     assert watcher.done == watcher.total
     assert len(outcome.summary.verdicts) == 2
