@@ -141,7 +141,9 @@ def test_the_falls_error_is_at_least_that_over_repeats():
 def test_whole_repeats_are_used_and_fewer_than_two_give_nothing():
     made = branches(250.0, sigma=0.002)
     cut = [b for b in made if b.repeat < 2 or b.batch_size <= 16]
-    assert find_critical(cut, 0.2) == find_critical([b for b in made if b.repeat < 2], 0.2)
+    found = find_critical(cut, 0.2)
+    assert found == find_critical([b for b in made if b.repeat < 2], 0.2)
+    assert found.resolved
     for few in ([], made[:1], made[:3], branches(250.0, repeats=1)):
         assert find_critical(few, 0.2) is None
 
