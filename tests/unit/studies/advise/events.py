@@ -20,7 +20,6 @@ from steadygrad.studies.advise.plan import (
 from steadygrad.studies.advise.schema import (
     Branch,
     Header,
-    Noise,
     Point,
     Scratch,
     Settings,
@@ -40,9 +39,9 @@ def law(samples: float) -> float:
     return 3 - 0.3 * math.log(1 + samples / 1000)
 
 
-def slowness(size: float, critical: float, base: int = 8) -> float:
+def slowness(size: float, critical: float) -> float:
     """Samples that a batch size needs, over those of the smallest: the trade-off."""
-    return (1 + size / critical) / (1 + base / critical)
+    return (1 + size / critical) / (1 + SIZES[0] / critical)
 
 
 def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
@@ -71,34 +70,36 @@ def make_header(points=(1024, 4096), *, task=None, runtime=None, settings=None, 
     )
 
 
-def branch(size, repeat, loss, *, curve=None, point=0, samples=LENGTH) -> Branch:
-    where = {"point": point, "repeat": repeat, "steps": samples // size, "samples": samples}
-    curve = tuple(curve or [(samples, loss)])
-    return results.make_branch(loss, batch_size=size, curve=curve, **where)
+def branch(
+    size, repeat, critical, *, point=0, losses=law, error=lambda: 0.0, common=0.0, end=None
+) -> Branch:
+    """A branch that obeys the trade-off with a critical batch size, or diverges to an ``end``.
+
+    ``error`` gives that of one evaluation. What the last batches of an order do to the loss,
+    ``common``, they do to all batch sizes.
+    """
+    slower = slowness(size, critical)
+    places = [LENGTH * part for part in (*(FRACTIONS if size == SIZES[0] else ()), 1.0)]
+    curve = [(round(place), losses(place / slower) + error()) for place in places]
+    curve[-1] = (LENGTH, curve[-1][1] + common)
+    if end is not None:
+        curve = [(LENGTH, end)]
+    known = {"batch_size": size, "steps": LENGTH // size, "samples": LENGTH, "curve": tuple(curve)}
+    return results.make_branch(curve[-1][1], point=point, repeat=repeat, **known)
 
 
 def branches(
-    critical: float, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged=()
+    critical, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged=()
 ) -> list[Branch]:
-    """Branches that obey the trade-off with a critical batch size, and noise of two kinds.
+    """Branches with noise of two kinds: ``sigma`` is each one's own, ``shared`` that of a repeat.
 
-    ``sigma`` is every branch's own; ``shared`` is that of a repeat's data order.
+    Those of the sizes in ``diverged`` end at the losses there.
     """
-    noise, made = random.Random(seed), []
+    noise, ends, made = random.Random(seed), dict(diverged), []
     for repeat in range(repeats):
         common = noise.gauss(0, shared) if shared else 0.0
-        for size in sizes:
-            marks = (*FRACTIONS, 1.0) if size == sizes[0] else (1.0,)
-            slower = slowness(size, critical, sizes[0])
-            curve = [
-                (round(part * LENGTH), law(part * LENGTH / slower) + noise.gauss(0, sigma))
-                for part in marks
-            ]
-            # What the last batches of an order do to the loss, they do to all batch sizes.
-            curve[-1] = (LENGTH, curve[-1][1] + common)
-            if size in diverged:
-                curve = [(LENGTH, diverged[size] if isinstance(diverged, dict) else math.inf)]
-            made.append(branch(size, repeat, curve[-1][1], curve=curve, point=point))
+        errors = {"error": lambda: noise.gauss(0, sigma), "common": common, "point": point}
+        made += [branch(s, repeat, critical, end=ends.get(s), **errors) for s in sizes]
     return made
 
 
@@ -109,12 +110,7 @@ def relabelled(result, losses):
 
 
 def point(number: int, samples: int, *, losses=law) -> Point:
-    return Point(
-        point=number,
-        samples=samples,
-        steps=samples // 8,
-        valid_loss=losses(samples),
-    )
+    return Point(point=number, samples=samples, steps=samples // 8, valid_loss=losses(samples))
 
 
 def scratch(
@@ -150,18 +146,11 @@ def scratch(
     )
 
 
-def noise(number: int, value=30.0) -> Noise:
-    """A noise scale; NaN where it could not be determined."""
-    known = not math.isnan(value)
-    low, high = (value / 2, 2 * value) if known else (10.0, math.inf)
-    return results.make_noise(number, value=value, low=low, high=high, resolved=known)
-
-
 def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     """Points, noise scales and the branches of the ladder."""
     found: list[Result] = []
     for i, samples in enumerate(header.plan.points):
-        found += [point(i, samples), noise(i)]
+        found += [point(i, samples), results.make_noise(i)]
         found += branches(criticals[i % len(criticals)], sigma=0.0005, seed=i, point=i, **more)
     return found
 
@@ -197,9 +186,13 @@ class World:
             samples = header.plan.points[job["point"]]
             return point(job["point"], samples, losses=self.losses)
         if job["kind"] == "noise":
-            return noise(job["point"])
+            return results.make_noise(job["point"])
         if job["kind"] == "branch":
-            return self._branch(job, error)
+            size, number = job["batch_size"], job["point"]
+            at = self.at[number % len(self.at)]
+            end = math.inf if size >= self.diverging else None
+            known = {"point": number, "losses": self.losses, "error": lambda: error, "end": end}
+            return branch(size, job["repeat"], at, **known)
         stages = stages_of(job["course"])
         slower = slowness(stages[-1][1], self.critical if len(stages) == 1 else self.grown)
         error += random.Random(job["repeat"]).gauss(0, 0.05)
@@ -216,15 +209,6 @@ class World:
             decays=header.task.lr_decay != "none",
             losses=self.losses,
         )
-
-    def _branch(self, job: Job, error: float) -> Branch:
-        size, at = job["batch_size"], self.at[job["point"] % len(self.at)]
-        marks = (*FRACTIONS, 1.0) if size == SIZES[0] else (1.0,)
-        slower = slowness(size, at)
-        curve = [(round(p * LENGTH), self.losses(p * LENGTH / slower) + error) for p in marks]
-        if size >= self.diverging:
-            curve = [(LENGTH, math.inf)]
-        return branch(size, job["repeat"], curve[-1][1], curve=curve, point=job["point"])
 
 
 def studied(

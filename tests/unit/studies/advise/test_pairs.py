@@ -1,4 +1,4 @@
-"""Overheads from pairs of trainings whose truth is known."""
+"""What a batch size or a learning rate costs, from pairs of trainings whose truth is known."""
 
 import math
 
@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.pairs import FREEDOM, Pairs, shared_variance
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.pairs import Pairs, better
 from steadygrad.studies.advise.plan import lengths_of
+from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
-from tests.unit.studies.advise.events import scratch
+from tests.unit.studies.advise.events import LENGTH, make_header, scratch
 
-SAMPLES, TOLERANCE = 4096, 0.2
+TOLERANCE = 0.2
 
 
 def power_law(place):
@@ -19,17 +21,16 @@ def power_law(place):
     return 1.5 + 40 * place**-0.5
 
 
-def curves(seeds, noise=None, losses=power_law):
-    """The smallest batch's losses by seed."""
-    noise = np.zeros((seeds, 3)) if noise is None else noise
-    places = lengths_of(SAMPLES, TOLERANCE)
+def curves(noise):
+    """The smallest batch's losses by seed, with the errors at its lengths."""
+    places = lengths_of(LENGTH, TOLERANCE)
     return {
-        seed: [(n, losses(n) + e) for n, e in zip(places, noise[seed], strict=True)]
-        for seed in range(seeds)
+        seed: [(n, power_law(n) + error) for n, error in zip(places, errors, strict=True)]
+        for seed, errors in enumerate(noise)
     }
 
 
-def runs(overhead, noise, place=SAMPLES, losses=power_law):
+def runs_behind(overhead, noise, place=LENGTH, losses=power_law):
     """Trainings that need so many more samples, one for each error of their losses."""
     loss = losses(place / (1 + overhead))
     return [
@@ -39,11 +40,12 @@ def runs(overhead, noise, place=SAMPLES, losses=power_law):
 
 
 def pairs(overhead, noise=(0.0, 0.0, 0.0), *, base=None, tolerance=TOLERANCE, **more):
-    return Pairs.of(runs(overhead, noise, **more), base or curves(len(noise)), tolerance)
+    base = base or curves(np.zeros((len(noise), 3)))
+    return Pairs.of(runs_behind(overhead, noise, **more), base, tolerance)
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.05, 0.2, 0.35, 0.55])
-@pytest.mark.parametrize("place", [SAMPLES, 4000])
+@pytest.mark.parametrize("place", [LENGTH, 4000])
 def test_a_known_overhead_comes_back(truth, place):
     """Also where a large batch ends the training early: at its own place."""
     found = pairs(truth, place=place)
@@ -51,25 +53,10 @@ def test_a_known_overhead_comes_back(truth, place):
     assert found.overheads == pytest.approx((truth,) * 3, abs=0.011)
     # One that needs fewer samples needs no more.
     assert pairs(-0.1, place=place).overheads == (0.0, 0.0, 0.0)
-
-
-def test_beyond_three_tolerances_and_diverged_it_is_infinite():
-    assert pairs(0.7).overheads == (math.inf, math.inf, math.inf)
-    lost = pairs(0.0, (0.0, math.inf, 0.0))
-    assert lost.overheads == (math.inf, math.inf, math.inf)
-    assert (lost.lost, lost.failed, lost.passed) == (True, True, False)
-    assert not pairs(0.7).lost
-
-
-def test_what_a_seed_adds_to_both_of_its_losses_is_no_noise():
-    seeds = np.array([0.1, -0.2, 0.4])
-    both = pairs(0.3, seeds, base=curves(3, np.tile(seeds[:, None], 3)))
-    assert both.overheads == pytest.approx(pairs(0.3).overheads)
-    # The runs may have come in any order, and seeds of which one is missing are left out.
-    more = [*runs(0.3, seeds)[::-1], replace(scratch(16, 7), loss=9.0)]
-    again = Pairs.of(more, curves(4, np.tile([*seeds, 9.0], (3, 1)).T), TOLERANCE)
-    assert [run.repeat for run in again.runs] == [0, 1, 2]
-    assert again.overheads == both.overheads
+    # Beyond three tolerances nothing is known, nor where a run diverged.
+    far, lost = pairs(0.7, place=place), pairs(0.0, (0.0, math.inf, 0.0))
+    assert far.overheads == lost.overheads == (math.inf,) * 3
+    assert (far.lost, lost.lost, lost.failed, lost.passed) == (False, True, True, False)
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.3])
@@ -77,7 +64,7 @@ def test_the_interval_covers_the_truth(truth):
     draw, count, covered, reached = np.random.default_rng(1), 300, 0, 0
     for _ in range(count):
         noise = draw.normal(0, 0.01, 6)
-        low, high = pairs(truth, noise, base=curves(6, draw.normal(0, 0.01, (6, 3)))).overheads[1:]
+        low, high = pairs(truth, noise, base=curves(draw.normal(0, 0.01, (6, 3)))).overheads[1:]
         covered += low <= truth <= high
         reached += low > 0 or high < 0.6
     # 0.8 % miss in normal differences, and the interpolation is off by a little.
@@ -85,36 +72,12 @@ def test_the_interval_covers_the_truth(truth):
     assert reached > 0.9 * count
 
 
-@pytest.mark.parametrize(("count", "kept"), [(2, None), (3, 3), (5, 4), (7, 6), (8, 8), (70, 64)])
-def test_pairs_between_two_looks_wait(count, kept):
-    found = pairs(0.3, [0.0] * count)
-    assert (found and len(found)) == kept
-
-
-@pytest.mark.parametrize(
-    ("truth", "spread", "passed", "failed"),
-    [
-        (0.18, 0.0, True, False),
-        (0.18, 0.02, False, False),  # its interval ends beyond the margin
-        (0.15, 0.003, True, False),
-        (0.15, 0.006, False, False),  # at 0.28
-        (0.3, 0.02, False, False),
-        (0.3, 0.0, False, True),
-        (0.22, 0.0, False, True),
-        (0.21, 0.001, False, False),
-    ],
-)
-def test_within_the_tolerance_beyond_it_or_neither(truth, spread, passed, failed):
-    found = pairs(truth, (-spread, 0.0, spread))
-    assert (found.passed, found.failed) == (passed, failed)
-
-
 @pytest.mark.parametrize("tolerance", [0.05, 0.1, 0.2, 0.3, 0.7])
 def test_the_tolerance_itself_is_tolerable(tolerance):
     """And an interval that ends at the margin ends within it."""
-    base = {seed: [(n, -math.log(n)) for n in lengths_of(SAMPLES, tolerance)] for seed in range(3)}
-    at = [pairs(t * tolerance, base=base, tolerance=tolerance, losses=lambda s: -math.log(s) - 1e-9)
-          for t in (1.0, 1.25)]  # fmt: skip
+    base = {seed: [(n, -math.log(n)) for n in lengths_of(LENGTH, tolerance)] for seed in range(3)}
+    known = {"base": base, "tolerance": tolerance, "losses": lambda s: -math.log(s) - 1e-9}
+    at = [pairs(times * tolerance, **known) for times in (1.0, 1.25)]
     assert [found.overheads[0] for found in at] == [tolerance, 1.25 * tolerance]
     assert [(found.passed, found.failed) for found in at] == [(True, False), (False, True)]
 
@@ -130,10 +93,48 @@ def test_pairs_that_a_decision_needs():
     assert pairs(0.15, 2 * noise).needed > at[0.15]
 
 
-def test_the_shared_variance_is_the_middle_one_of_sizes_that_are_known():
-    spreads = (0.001, 0.002, 0.05)
-    sizes = [pairs(0.1, (-spread, 0.0, spread)) for spread in spreads]
-    far = [pairs(0.9, (-0.4, 0.0, 0.4)), pairs(0.0, (0.0, math.inf, 0.0))]
-    found = shared_variance([*sizes, *far])
-    assert (found.variance, found.freedom) == (pytest.approx(0.002**2), FREEDOM)
-    assert shared_variance(far).freedom == shared_variance([]).freedom == 0
+def runs_at(rate, slower=1.0, spread=0.0, *, size=8):
+    """Trainings at a rate that need so many times the samples; infinitely many: they diverge."""
+    noise = [math.inf] * 3 if math.isinf(slower) else [-spread, 0.0, spread]
+    return [scratch(size, i, rate=rate, slower=slower, noise=e) for i, e in enumerate(noise)]
+
+
+def test_differences_wait_for_a_look():
+    own, twice = ([*runs_at(rate), *runs_at(rate)[:2]] for rate in (1.0, 2.0))
+    own, twice = ([replace(r, repeat=i) for i, r in enumerate(runs)] for runs in (own, twice))
+    base = {run.repeat: run.curve for run in own}
+    assert better(twice, own, base).pairs == 4
+    assert better(twice[:2], own, base) is better(twice[3:], own[:4], base) is None
+
+
+@pytest.mark.parametrize(
+    ("half", "twice", "spread", "verdict"),
+    [
+        (1.5, 0.6, 0.0, "low"),
+        (0.6, 1.5, 0.0, "high"),
+        (1.5, 1.5, 0.0, "fits"),
+        # Better by less than the tolerated samples are worth, but not surely better.
+        (1.5, 0.97, 0.003, "fits"),
+        (1.5, 0.6, 0.05, ""),
+        (30.0, 1.0, 0.05, ""),  # half of it is not better, for sure
+        # Where both are better, nothing is known of the best.
+        (0.6, 0.6, 0.0, ""),
+        (1.5, math.inf, 0.0, "fits"),
+        (0.6, math.inf, 0.0, "high"),
+    ],
+)
+def test_half_and_twice_the_rate(half, twice, spread, verdict):
+    runs = [*runs_at(1.0), *runs_at(0.5, half, spread), *runs_at(2.0, twice, spread)]
+    # Half of a verdict, and those of a size that is not advised, are none.
+    runs += [run for size, s in ((12, 1.1), (16, 1.5)) for run in runs_at(1.0, s, size=size)]
+    runs += [*runs_at(0.5, 1.6, size=12), *runs_at(0.5, size=16), *runs_at(2.0, size=16)]
+    (found,) = summarize(make_header((LENGTH,)), Results(runs), "budget").rates
+    assert found.verdict == verdict
+    assert [other.lr for other in found.others] == [0.0005, 0.002]
+    assert (found.batch_size, found.lr, found.samples) == (8, 0.001, LENGTH)
+    best = {"low": 0.002, "high": 0.0005}.get(verdict)
+    assert (found.better and found.better.lr) == best
+    assert math.isinf(found.others[1].mean) == math.isinf(twice)
+    both = [*runs, *runs_at(2.0, 0.7, size=12)]
+    rates = summarize(make_header((LENGTH,)), Results(both), "budget").rates
+    assert [(rate.batch_size, rate.verdict) for rate in rates] == [(8, verdict), (12, "low")]

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES, PAIRS, lengths_of
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from steadygrad.studies.advise.search import trials_of
@@ -27,8 +28,17 @@ HEADER = make_header()
 ONE_POINT = {"points": (LENGTH,), "repeats": 2, "seeds": 6}
 
 
-def keys(header, results):
+def keys(results, header=HEADER):
+    """The trials that come next; of trainings: kind, course, seed, rate and length."""
     return [trial.key for trial in trials_of(header, Results(results))]
+
+
+def trainings(results, header=HEADER):
+    return [key for key in keys(results, header) if key[0] == "scratch"]
+
+
+def seeds(size, count=3, *, spread=0.0, **more):
+    return [scratch(size, i, noise=spread * (i - 1), **more) for i in range(count)]
 
 
 def sizes_of(results):
@@ -36,39 +46,37 @@ def sizes_of(results):
     return [r for r in results if isinstance(r, Scratch) and r.rate == 1 and "-" not in r.course]
 
 
+def assert_order_is_no_matter(header, found):
+    """Results in any order, and a kill at any moment, change nothing."""
+    draw = random.Random(0)
+    for count in range(0, len(found), 4):
+        assert keys(draw.sample(found[:count], count), header)[0] == found[count].key
+
+
 @pytest.mark.parametrize(
-    ("critical", "visited"),
+    ("critical", "visited", "decay"),
     [
-        (1e5, ["8", "32", "128", "512"]),
-        (400.0, ["8", "32", "128", "64", "96"]),
-        (100.0, ["8", "32", "16", "24"]),
-        (28.0, ["8", "32", "16", "12"]),
-        (3.0, ["8", "32", "16", "12"]),
+        (1e5, ["8", "32", "128", "512"], "none"),
+        (400.0, ["8", "32", "128", "64", "96"], "none"),
+        (400.0, ["8", "32", "128", "64", "96"], "linear"),
+        (100.0, ["8", "32", "16", "24"], "none"),
+        (28.0, ["8", "32", "16", "12"], "none"),
+        (3.0, ["8", "32", "16", "12"], "linear"),
     ],
 )
-@pytest.mark.parametrize("decay", ["none", "linear"])
 def test_sizes_are_visited_by_strides_of_four_and_then_between(critical, visited, decay):
     header = make_header(task={"lr_decay": decay}, **ONE_POINT)
     found = studied(header, critical, sigma=2e-4, at_once=1, lengths=1e9)
-    order = list(dict.fromkeys(run.course for run in sizes_of(found)))
-    assert order == visited
+    assert list(dict.fromkeys(run.course for run in sizes_of(found))) == visited
     # All is decided: the advice is the largest size that is tolerable.
     evidence = Evidence(header, Results(found))
     good = [size for size in evidence.rungs if size <= max(8, within_tolerance(critical))]
     assert evidence.constant == good[-1]
     # Nothing is left, and no size has more seeds than it may.
-    assert trials_of(header, Results(found)) == []
+    assert keys(found, header) == []
     assert max(run.repeat for run in sizes_of(found)) == 5
     assert {len(pairs) for pairs in evidence.sizes.values()} <= {*LOOKS}
-
-
-def undecided(slower, spread):
-    """Three pairs of each size; 32 is ruled out, and the branches are done."""
-    runs = [scratch(8, seed) for seed in range(3)]
-    for size, slow in slower.items():
-        runs += [scratch(size, i, slower=slow, noise=spread * (i - 1)) for i in range(3)]
-    runs += [scratch(32, i, slower=1.5) for i in range(3)]
-    return [*measured(HEADER), *runs]
+    assert_order_is_no_matter(header, found)
 
 
 @pytest.mark.parametrize(
@@ -83,74 +91,71 @@ def undecided(slower, spread):
     ],
 )
 def test_the_smallest_size_that_would_raise_the_advice_comes_first(slower, size, seed):
-    found = undecided(slower, 0.015)
-    # The smallest batch's trainings come with it.
-    found += [scratch(8, i) for i in range(3, 6)]
-    course = next(k for k in keys(HEADER, found) if k[0] == "scratch" and k[3] == 1)
-    assert course == ("scratch", str(size), seed, 1.0, LENGTH)
+    # 32 is ruled out, and the branches are done. The smallest batch's trainings come with others'.
+    runs = [*measured(HEADER), *seeds(8, 6), *seeds(32, slower=1.5)]
+    runs += [run for each, slow in slower.items() for run in seeds(each, slower=slow, spread=0.015)]
+    first = next(key for key in trainings(runs) if key[3] == 1)
+    assert first == ("scratch", str(size), seed, 1.0, LENGTH)
 
 
-@pytest.mark.parametrize("critical", [30.0, 100.0, 400.0])
-def test_results_in_any_order_and_a_kill_at_any_moment_change_nothing(critical):
-    found = studied(HEADER, critical, sigma=0.003, lengths=50, at_once=1)
-    draw = random.Random(0)
-    for count in range(0, len(found), 3):
-        assert keys(HEADER, draw.sample(found[:count], count))[0] == found[count].key
-
-
-@pytest.mark.parametrize("critical", [30.0, 100.0, 400.0])
-def test_workers_visit_and_decide_the_same_sizes(critical):
-    header = make_header(**ONE_POINT)
-    one, many = (
-        studied(header, critical, sigma=0.003, lengths=1e9, at_once=count) for count in (1, 8)
-    )
-    assert {run.key for run in sizes_of(one)} == {run.key for run in sizes_of(many)}
+@pytest.mark.parametrize(("pairs", "size"), [({16: 4, 24: 3}, 24), ({16: 3, 24: 4}, 16)])
+def test_the_border_becomes_more_certain_where_it_is_least_so(pairs, size):
+    runs = [*measured(HEADER, (9.0,)), *seeds(8, 4)]
+    runs += seeds(16, pairs[16], slower=1.1, spread=1e-5)
+    runs += seeds(24, pairs[24], slower=1.5, spread=1e-5)
+    first = next(key for key in trainings(runs) if key[3] == 1)
+    assert first == ("scratch", str(size), 3, 1.0, LENGTH)
 
 
 def test_results_between_two_looks_decide_nothing():
-    found = measured(HEADER)
-    runs = [scratch(b, i, slower=slowness(b, 100.0)) for b in (8, 32, 16) for i in range(3)]
-    plain = keys(HEADER, found + runs)
+    runs = measured(HEADER) + [r for b in (8, 32, 16) for r in seeds(b, slower=slowness(b, 100.0))]
     # Four pairs would be a look; one is missing, or its partner is.
     extra = [scratch(24, 0, slower=3.0), scratch(24, 1, slower=3.0), scratch(16, 4, slower=3.0)]
     extra += [scratch(32, 3), scratch(12, 40)]
     told = {run.key for run in extra}
-    assert keys(HEADER, found + runs + extra) == [key for key in plain if key not in told]
-
-
-def samples(results, kind):
-    if kind == "rates":
-        return sum(r.samples for r in results if isinstance(r, Scratch) and r.rate != 1)
-    branches = sum(r.samples for r in results if isinstance(r, Branch | Noise))
-    return branches + max((r.samples for r in results if isinstance(r, Point)), default=0)
+    assert keys(runs + extra) == [key for key in keys(runs) if key not in told]
 
 
 def test_branches_and_rates_get_their_shares():
     # Sizes that cannot be told apart soon, so that all three searches go on.
     spread = {"sigma": 0.03, "rates": {0.5: 1.05, 2.0: 1.05}}
     fields = {"branch_samples": (2048,) * 3, "samples": LENGTH, "seeds": 64}
-    header = make_header((1024, 4096, 16384), **fields)
-    found = studied(header, 60.0, lengths=60, at_once=1, **spread)
-    assert {type(r) for r in found[:9]} == {Scratch}
-    assert {r.rate for r in found[:9]} == {1.0}
-    for count in range(9, len(found)):
-        rates, branches = (samples(found[:count], kind) for kind in ("rates", "branches"))
-        sizes = sum(r.samples for r in found[:count] if isinstance(r, Scratch) and r.rate == 1)
-        rest = rates + branches + sizes - 9 * LENGTH
-        # One trial ahead or behind.
-        assert rates == pytest.approx(OTHER_RATES * rest, abs=LENGTH)
-        assert branches == pytest.approx(BRANCHES * rest, abs=LENGTH)
+    found = studied(
+        make_header((1024, 4096, 16384), **fields), 60.0, lengths=60, at_once=1, **spread
+    )
+    done, passed = {"sizes": 0, "rates": 0, "branches": 0}, 0
+    for count, result in enumerate(found):
+        if count >= 9:
+            rest = sum(done.values()) + passed - 9 * LENGTH
+            # One trial ahead or behind.
+            assert done["rates"] == pytest.approx(OTHER_RATES * rest, abs=LENGTH)
+            assert done["branches"] + passed == pytest.approx(BRANCHES * rest, abs=LENGTH)
+        if isinstance(result, Point):
+            passed = result.samples  # of one trajectory
+        elif isinstance(result, Scratch):
+            assert count >= 9 or result.rate == 1
+            done["sizes" if result.rate == 1 else "rates"] += result.samples
+        else:
+            assert count >= 9
+            done["branches"] += result.samples
 
 
-def test_a_look_of_a_decaying_rate_trains_each_length():
+def test_the_first_jobs():
     header = make_header(task={"lr_decay": "linear"})
-    expected = [("8", seed, n) for seed in range(3) for n in lengths_of(LENGTH, 0.2)]
     jobs = [trial.job(Results()) for trial in trials_of(header, Results())]
-    runs = [(j["course"], j["repeat"], j["samples"]) for j in jobs if j["kind"] == "scratch"]
-    assert runs == expected
+    # A look of a decaying rate trains each length.
+    assert [(j["course"], j["repeat"], j["samples"]) for j in jobs if j["kind"] == "scratch"] == [
+        ("8", seed, n) for seed in range(3) for n in lengths_of(LENGTH, 0.2)
+    ]
     plain = [t.job(Results()) for t in trials_of(HEADER, Results())]
-    runs = [(j["course"], j["samples"], j["warmup_samples"]) for j in plain[:3]]
-    assert runs == [("8", LENGTH, 0)] * 3
+    names = ("course", "repeat", "rate", "samples", "warmup_samples")
+    told = [tuple(job[name] for name in names) for job in plain[:3]]
+    assert told == [("8", seed, 1.0, LENGTH, 0) for seed in range(3)]
+    # A larger batch warms up.
+    jobs = [t.job(Results()) for t in trials_of(HEADER, Results(seeds(8)))]
+    told = [tuple(job[name] for name in names) for job in jobs[:4]]
+    assert told[:3] == [("32", seed, 1.0, LENGTH, 256) for seed in range(3)]
+    assert told[3] == ("8", 0, 0.5, LENGTH, 0)
 
 
 @pytest.mark.parametrize("decay", ["none", "linear"])
@@ -159,6 +164,10 @@ def test_batch_sizes_are_compared_at_their_own_best_learning_rates(decay):
     header = make_header(settings={"tune": True}, task={"lr_decay": decay}, **ONE_POINT)
     best = {8: -0.5} | dict.fromkeys((12, 16, 24, 32, 48, 64, 128), 2.25)
     found = studied(header, 80.0, sigma=2e-4, lengths=1e9, at_once=1, best=best)
+    # There are no branches, and no runs at the task's own rate.
+    assert {type(result) for result in found} == {Scratch}
+    started = [("8", 0.5, 64), ("8", 0.5, 65), ("8", 0.5, 66), ("8", 1.0, 64)]
+    assert [(r.course, r.rate, r.repeat) for r in found[:4]] == started
     evidence = Evidence(header, Results(found))
     for size in (8, *evidence.sizes):
         # A quarter of an octave is as fine as they are found.
@@ -169,103 +178,70 @@ def test_batch_sizes_are_compared_at_their_own_best_learning_rates(decay):
     assert {run.rate for run in evidence.sizes[24].runs} == {evidence.tuned("24")}
     # Three octaves, and as many more as have a lower loss than those before.
     assert [*evidence.ladder("24")] == [-1, 0, 1, 2, 3]
-    assert trials_of(header, Results(found)) == []
-    draw = random.Random(0)
-    for count in range(0, len(found), 5):
-        assert keys(header, draw.sample(found[:count], count))[0] == found[count].key
-
-
-def test_a_best_rate_at_the_end_of_all_octaves_is_taken_and_one_that_diverges_is_not():
-    header = make_header(settings={"tune": True})
-    seeds, losses = range(64, 67), {-1: 2.0, 0: 1.9, 1: 1.8, 2: math.inf}
-    runs = [
-        scratch(8, i, rate=2.0**k, losses=lambda s, v=v: v * law(s))
-        for i in seeds
-        for k, v in losses.items()
-    ]
-    known = [scratch(8, i) for i in range(3)]
-    assert Evidence(header, Results([*known, *runs])).tuned("8") == 2.0
-    # One of its pairs diverged.
-    lost = scratch(8, 0, rate=2.0, losses=lambda s: math.inf)
-    assert Evidence(header, Results([*known, *runs, lost])).tuned("8") == 2.0**0.75
-    falling = [
-        scratch(8, i, rate=2.0**k, losses=lambda s, k=k: (7 - k) * law(s))
-        for i in seeds
-        for k in range(-1, 7)
-    ]
-    assert Evidence(header, Results([*known, *falling])).tuned("8") == 2.0**6
-    assert Evidence(header, Results([*known, *falling[:-1]])).tuned("8") is None
-
-
-def test_where_rates_are_searched_there_are_no_branches_and_no_runs_at_the_tasks_own_rate():
-    found = studied(make_header(settings={"tune": True}, **ONE_POINT), lengths=40, at_once=1)
-    assert {type(result) for result in found} == {Scratch}
-    assert [(r.course, r.rate, r.repeat) for r in found[:4]] == [
-        *(("8", 0.5, seed) for seed in (64, 65, 66)),
-        ("8", 1.0, 64),
-    ]
-
-
-@pytest.mark.parametrize("settings", [{"samples": LENGTH}, {"tune": True}])
-@pytest.mark.parametrize("loss", [0.0, 2.0])
-def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, loss):
-    header = make_header(settings=settings, **ONE_POINT)
-    found = studied(header, losses=lambda s: loss, sigma=0.0, lengths=30)
-    evidence = Evidence(header, Results(found))
-    assert (evidence.length, evidence.sizes, evidence.constant) == (0, {}, None)
-    # It is not shorter first, as without a length of the user's own.
-    assert {run.samples for run in found if isinstance(run, Scratch)} == {LENGTH}
-
-
-def test_of_equal_losses_the_rules_rate_counts():
-    header = make_header(settings={"tune": True})
-    runs = [scratch(8, i, rate=2.0**k) for i in range(64, 67) for k in (-1, 0, 1)]
-    assert Evidence(header, Results(runs)).tuned("8") == 1.0
-
-
-def test_sizes_below_those_whose_seeds_are_used_up_are_tried():
-    header = make_header(**ONE_POINT | {"seeds": 3})
-    found = studied(header, 400.0, sigma=0.05, lengths=1e9, at_once=1)
-    assert {"12", "16"} <= {run.course for run in sizes_of(found)}
-
-
-def test_jobs_of_a_larger_batch_warm_up():
-    runs = [scratch(8, seed) for seed in range(3)]
-    jobs = [t.job(Results(runs)) for t in trials_of(HEADER, Results(runs))]
-    assert [(j["course"], j["repeat"], j["rate"], j["warmup_samples"]) for j in jobs[:4]] == [
-        *(("32", seed, 1.0, 256) for seed in range(3)),
-        ("8", 0, 0.5, 0),
-    ]
+    assert keys(found, header) == []
+    assert_order_is_no_matter(header, found)
+    # The rates that were found are the answers.
+    summary = summarize(header, Results(found), "complete")
+    assert summary.lr == pytest.approx(0.001 * evidence.tuned("8"))
+    assert summary.recommendation.lr == pytest.approx(0.001 * 3**0.5 * evidence.tuned("24"))
+    assert summary.rates == ()
 
 
 @pytest.mark.parametrize(
-    ("rates", "pairs"),
+    ("losses", "lost", "tuned"),
     [
-        # Sure or never at the first look.
-        ({0.5: 1.5, 2.0: 1.5}, {(8, 0.5): 3, (8, 2.0): 3, (24, 0.5): 3, (24, 2.0): 3}),
-        ({0.5: 1.5, 2.0: 0.7}, {(8, 0.5): 3, (8, 2.0): 3, (24, 0.5): 3, (24, 2.0): 3}),
+        ({-1: 2.0, 0: 1.9, 1: 1.8, 2: math.inf}, False, 1),
+        # One of its pairs diverged.
+        ({-1: 2.0, 0: 1.9, 1: 1.8, 2: math.inf}, True, 0.75),
+        # The end of all octaves.
+        ({k: 7.0 - k for k in range(-1, 7)}, False, 6),
+        ({k: 7.0 - k for k in range(-1, 6)}, False, None),
+        # Of equal losses the rule's rate counts.
+        ({-1: 1.0, 0: 1.0, 1: 1.0}, False, 0),
     ],
 )
-def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(rates, pairs):
+def test_the_best_rate_of_a_ladder(losses, lost, tuned):
+    header, runs = make_header(settings={"tune": True}), seeds(8)
+    for step, loss in losses.items():
+        scaled = {"rate": 2.0**step, "losses": lambda s, loss=loss: loss * law(s)}
+        runs += [scratch(8, i, **scaled) for i in range(64, 67)]
+        runs += [scratch(8, 0, rate=2.0, losses=lambda s: math.inf)] * lost
+    found = Evidence(header, Results(runs)).tuned("8")
+    assert found == (tuned if tuned is None else 2.0**tuned)
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"), [({"samples": LENGTH}, LENGTH), ({"tune": True}, LENGTH), ({}, 512)]
+)
+@pytest.mark.parametrize("loss", [0.0, 2.0])
+def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, length, loss):
+    """A length of the user's own stays; else shorter ones would be tried, until there is none."""
+    header = make_header((length,), settings=settings, repeats=2, seeds=6)
+    found = studied(header, losses=lambda s: loss, sigma=0.0, lengths=30)
+    evidence = Evidence(header, Results(found))
+    assert (evidence.length, evidence.sizes, evidence.constant) == (0, {}, None)
+    runs = {(run.course, run.samples) for run in found if isinstance(run, Scratch)}
+    assert runs == {("8", length)}
+
+
+def test_sizes_below_those_whose_seeds_are_used_up_are_tried():
+    found = studied(make_header(**ONE_POINT | {"seeds": 3}), 400.0, sigma=0.05, lengths=1e9)
+    assert {"12", "16"} <= {run.course for run in sizes_of(found)}
+
+
+@pytest.mark.parametrize("twice", [1.5, 0.7])
+def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(twice):
     # By then the advice is there.
-    runs = [scratch(b, i, slower=slowness(b, 100.0)) for b in (8, 24, 32) for i in range(3)]
-    done = [*measured(HEADER), *runs]
-    while True:
-        new = [k for k in keys(HEADER, done) if k[0] == "scratch" and k[3] != 1]
-        if not new:
-            break
-        done += [scratch(int(k[1]), k[2], rate=k[3], slower=rates[k[3]]) for k in new]
-    tried = [(r.batch_size, r.rate) for r in done if isinstance(r, Scratch) and r.rate != 1]
-    assert {key: tried.count(key) for key in tried} == pairs
-
-
-def test_the_other_rate_has_a_look_although_the_first_is_surely_better():
-    runs = [scratch(8, i) for i in range(3)]
-    runs += [scratch(8, i, rate=0.5, slower=0.5) for i in range(3)]
-    tried = {key[3] for key in keys(HEADER, runs) if key[:2] == ("scratch", "8") and key[3] != 1}
-    assert tried == {2.0}
-    runs += [scratch(8, i, rate=2.0, slower=2.0) for i in range(3)]
-    assert not [key for key in keys(HEADER, runs) if key[:2] == ("scratch", "8") and key[3] != 1]
+    done = [*measured(HEADER), *seeds(8), *seeds(24, slower=1.1), *seeds(32, slower=1.5)]
+    tried = []
+    while new := [key for key in trainings(done) if key[3] != 1]:
+        slower = {0.5: 1.5, 2.0: twice}
+        done += [scratch(int(k[1]), k[2], rate=k[3], slower=slower[k[3]]) for k in new]
+        tried += new
+    # Sure or never at the first look.
+    assert sorted(key[1:4] for key in tried) == [
+        (size, seed, rate) for size in ("24", "8") for seed in range(3) for rate in (0.5, 2.0)
+    ]
 
 
 def test_rates_that_stay_uncertain_stop_after_the_pairs_reckoned_with():
@@ -273,6 +249,20 @@ def test_rates_that_stay_uncertain_stop_after_the_pairs_reckoned_with():
     found = studied(header, 100.0, lengths=1e9, rates={0.5: 1.05, 2.0: 1.05}, sigma=0.05)
     tried = [r.repeat for r in found if isinstance(r, Scratch) and r.rate != 1]
     assert max(tried) == PAIRS - 1
+
+
+def test_a_rate_that_stays_uncertain_beside_a_better_one_is_left():
+    done = [*measured(HEADER), *seeds(8), *seeds(24, slower=1.1), *seeds(32, slower=1.5)]
+    done += seeds(24, rate=2.0, slower=1.1, spread=0.05)
+    done += [run for rate in (0.5, 2.0) for run in seeds(8, rate=rate, slower=1.5)]
+    better, worse = (seeds(24, rate=0.5, slower=slower) for slower in (0.8, 1.5))
+    assert [key for key in trainings([*done, *better]) if key[3] != 1] == []
+    # Alone it decides nothing: the other rate has a look, too.
+    assert {key[3] for key in trainings([*seeds(8), *seeds(8, rate=0.5, slower=0.5)])} == {1, 2.0}
+    # Without it, the next look takes the own rate's runs with it.
+    found = trainings([*done, *worse])
+    at = found.index(("scratch", "24", 3, 2.0, LENGTH))
+    assert {("scratch", "8", 3, 1.0, LENGTH), ("scratch", "24", 3, 1.0, LENGTH)} <= {*found[:at]}
 
 
 def test_branches_come_point_by_point_and_the_middle_last():
@@ -285,8 +275,7 @@ def test_branches_come_point_by_point_and_the_middle_last():
     assert [r.key for r in found[-3:]] == [("branch", 1, repeat, 96) for repeat in range(3)]
     assert [r.key for r in found[-6:-3]] == [("branch", 1, 2, size) for size in (128, 256, 512)]
     # 96 samples are no whole shares of 64 processes, and samples that depend have no noise scale.
-    other = make_header(runtime={"world_size": 64}, task={"dependent": True})
-    found = studied(other)
+    found = studied(make_header(runtime={"world_size": 64}, task={"dependent": True}))
     assert not [r for r in found if isinstance(r, Noise)]
     assert {r.batch_size for r in found if isinstance(r, Branch)} == {8 * 2**i for i in range(7)}
     # Where all sizes are tolerable, there is nothing between.
@@ -294,67 +283,20 @@ def test_branches_come_point_by_point_and_the_middle_last():
     assert {r.batch_size for r in found if isinstance(r, Branch)} == {8 * 2**i for i in range(7)}
 
 
-def test_where_the_loss_does_not_fall_nothing_is_trained_from_the_initial_weights():
-    flat = make_header((512,))
-    found = studied(flat, losses=lambda s: 2.0, sigma=0.0, lengths=1e9)
-    runs = [r for r in found if isinstance(r, Scratch)]
-    assert [(r.course, r.samples) for r in runs] == [("8", 512)] * 3
-    assert Evidence(flat, Results(found)).length == 0
-
-
-def test_a_size_that_diverges_is_decided_at_once():
-    header = make_header(**ONE_POINT)
-    found = studied(header, 1e5, at_once=1, lengths=1e9, diverging=32)
-    assert [r.course for r in sizes_of(found)][3:6] == ["32"] * 3
-    evidence = Evidence(header, Results(found))
-    assert (evidence.failed, evidence.constant) == (32, 24)
-    assert evidence.sizes[32].overheads[0] == math.inf
-
-
-@pytest.mark.parametrize(("pairs", "size"), [({16: 4, 24: 3}, 24), ({16: 3, 24: 4}, 16)])
-def test_the_border_becomes_more_certain_where_it_is_least_so(pairs, size):
-    runs = [scratch(8, i) for i in range(4)]
-    for each, count in pairs.items():
-        slower = 1.1 if each == 16 else 1.5
-        runs += [scratch(each, i, slower=slower, noise=1e-5 * (i % 2)) for i in range(count)]
-    wanted = next(k for k in keys(HEADER, [*measured(HEADER, (9.0,)), *runs]) if k[3] == 1)
-    assert wanted == ("scratch", str(size), 3, 1.0, LENGTH)
-
-
-def test_sizes_between_are_whole_shares_of_all_ranks():
-    header = make_header(runtime={"world_size": 8}, **ONE_POINT)
-    found = studied(header, 100.0, sigma=2e-4, at_once=1, lengths=1e9)
-    assert list(dict.fromkeys(run.course for run in sizes_of(found))) == ["8", "32", "16", "24"]
-
-
 @pytest.mark.parametrize(
-    ("grown", "sigma", "seeds"), [(1e5, 1e-3, 3), (20.0, 1e-3, 3), (101.5, 0.02, PAIRS)]
+    ("grown", "sigma", "count"), [(1e5, 1e-3, 3), (20.0, 1e-3, 3), (101.5, 0.02, PAIRS)]
 )
-def test_a_schedule_is_trained_until_it_is_decided_or_has_its_pairs(grown, sigma, seeds):
+def test_a_schedule_is_trained_until_it_is_decided_or_has_its_pairs(grown, sigma, count):
     """A growing batch that ends at 32 needs 0.219 more samples where 101.5 is critical."""
-    runs = [scratch(8, i) for i in range(16)]
-    runs += [scratch(b, i, slower=s) for b, s in ((12, 1.1), (16, 1.5)) for i in range(16)]
-    header, done = make_header(), [*measured(HEADER), *runs]
-    draw = random.Random(0)
-    while True:
-        new = [k for k in keys(header, done) if k[0] == "scratch" and "-" in k[1]]
-        if not new:
-            break
-        slow = slowness(32, grown)
-        done += [scratch(k[1], k[2], slower=slow, noise=draw.gauss(0, sigma)) for k in new]
-    assert len([r for r in done if isinstance(r, Scratch) and "-" in r.course]) == seeds
-
-
-def test_a_rate_that_stays_uncertain_beside_a_better_one_is_left():
-    runs = [scratch(b, i, slower=s) for b, s in ((8, 1), (24, 1.1), (32, 1.5)) for i in range(3)]
-    runs += [scratch(24, i, rate=2.0, slower=1.1, noise=0.05 * (i - 1)) for i in range(3)]
-    runs += [scratch(24, i, rate=0.5, slower=0.8) for i in range(3)]
-    runs += [scratch(8, i, rate=rate, slower=1.5) for rate in (0.5, 2.0) for i in range(3)]
-    done = [*measured(HEADER), *runs]
-    assert [k for k in keys(HEADER, done) if k[0] == "scratch" and k[3] != 1] == []
-    # Without it, the next look takes the own rate's runs with it.
-    less = [r for r in done if getattr(r, "rate", 1) != 0.5 or r.batch_size == 8]
-    less += [scratch(24, i, rate=0.5, slower=1.5) for i in range(3)]
-    found = [k for k in keys(HEADER, less) if k[0] == "scratch"]
-    at = found.index(("scratch", "24", 3, 2.0, LENGTH))
-    assert {("scratch", "8", 3, 1.0, LENGTH), ("scratch", "24", 3, 1.0, LENGTH)} <= {*found[:at]}
+    done = [
+        *measured(HEADER),
+        *seeds(8, 16),
+        *seeds(12, 16, slower=1.1),
+        *seeds(16, 16, slower=1.5),
+    ]
+    draw, tried = random.Random(0), 0
+    while new := [key for key in trainings(done) if "-" in key[1]]:
+        slower = slowness(32, grown)
+        done += [scratch(k[1], k[2], slower=slower, noise=draw.gauss(0, sigma)) for k in new]
+        tried += len(new)
+    assert tried == count

@@ -12,10 +12,6 @@ def grouped(model, lr):
     return torch.optim.AdamW([{"params": [first], "lr": 0.5 * lr}, {"params": others}], lr=lr)
 
 
-def wild(model, lr):
-    return torch.optim.SGD(model.parameters(), lr=1e9 * lr)
-
-
 def adamw(model, lr):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 

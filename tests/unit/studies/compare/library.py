@@ -101,16 +101,6 @@ class Closure(Plain):
         super().step(closure)
 
 
-class SecondOrder(Plain):
-    def step(self):
-        p = self.param_groups[0]["params"][0]
-        torch.autograd.grad(p.grad.sum(), p)
-
-
 class Wrapper(torch.optim.Optimizer):
     def __init__(self, params, base_optimizer):
         self.base = base_optimizer(params)
-
-
-def function(params, lr=0.1):
-    return Plain(params, lr)

@@ -18,7 +18,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from steadygrad.studies.schema import SCHEMA
 from steadygrad.studies.workplace import Workplace
-from tests.unit.studies.framework import TINY, Watcher, make_trainer, tiny
+from tests.unit.studies.framework import Watcher, make_trainer, tiny
 from tests.unit.studies.results import RUNTIME, TASK
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -122,13 +122,6 @@ def summary(plan, loss_of, status="complete", **options):
 
 
 def made(loss, **fields):
-    """A run's event."""
-    return Run(
-        **fields, lr=1e-3 * 2.0 ** fields["step"], loss=loss, curve=((fields["samples"], loss),)
-    )
-
-
-__all__ = [
-    "ADDED", "ALL", "PLAN", "TINY", "Places",
-    "begin", "header_of", "made", "noisy", "planned", "record", "summary",
-]  # fmt: skip
+    """A training's result."""
+    lr, curve = 1e-3 * 2.0 ** fields["step"], ((fields["samples"], loss),)
+    return Run(**fields, lr=lr, loss=loss, curve=curve)

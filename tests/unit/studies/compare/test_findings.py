@@ -11,12 +11,19 @@ from tests.unit.studies.compare.runs import noisy, planned, summary
 PLAN = planned(seeds=5)
 
 
+def by(spread=0.01, **shifts):
+    """Losses of optimizers that differ from AdamW by so much at both lengths."""
+    return noisy({name: {64: shift, 128: shift} for name, shift in shifts.items()}, spread)
+
+
+def but(curve, **lost):
+    """The losses but where all these fields are so, which diverged."""
+    return lambda **fields: math.inf if lost.items() <= fields.items() else curve(**fields)
+
+
 def row_of(found, optimizer, samples, multiple=1):
-    (row,) = (
-        row
-        for row in found.verdicts
-        if (row.optimizer, row.samples, row.multiple) == (optimizer, samples, multiple)
-    )
+    at = optimizer, samples, multiple
+    (row,) = (row for row in found.verdicts if (row.optimizer, row.samples, row.multiple) == at)
     return row
 
 
@@ -28,50 +35,25 @@ def test_a_planted_flip_is_found_first():
     found = summary(PLAN, noisy({"lans": {64: -0.2, 128: 0.2}}))
     flip = Flip(optimizer="lans", multiple=1, short="better", long="worse", samples=(64, 128))
     assert found.flips == found.findings[:1] == (flip,)
-
-
-@pytest.mark.parametrize("short", [0.0, -0.2])
-def test_no_flip_where_the_order_stays_or_is_not_known(short):
-    found = summary(PLAN, noisy({"lans": {64: short, 128: -0.2}}))
-    assert found.flips == ()
-    said = [row_of(found, "lans", samples).verdict for samples in (64, 128)]
-    assert said == ["better" if short else "cannot tell", "better"]
+    # There is none where the order is not known.
+    found = summary(PLAN, noisy({"lans": {128: -0.2}}))
+    rows = [row.verdict for row in found.verdicts if row.optimizer == "lans"]
+    assert (found.flips, rows) == ((), ["cannot tell", "better"])
 
 
 def test_verdicts_are_found_in_the_order_diverged_better_cannot_tell_worse():
     plan = planned(seeds=5, optimizers=("adamw", "muon", "lamb", "lans", "sgd"))
-    shifts = {"lans": {64: 0.3, 128: 0.3}, "sgd": {64: -0.3, 128: -0.3}}
-
-    def loss_of(**fields):
-        lost = (fields["optimizer"], fields["repeat"]) == ("muon", 3)
-        return math.inf if lost else noisy(shifts, spread=0.02)(**fields)
-
-    found = summary(plan, loss_of)
-    rows = [(row.optimizer, row.verdict, row.lost) for row in findings(found, Verdict)]
-    assert rows == [
-        ("muon", "cannot tell", 1),
-        ("sgd", "better", 0),
-        ("lamb", "cannot tell", 0),
-        ("lans", "worse", 0),
-    ]
+    curve = by(spread=0.02, lans=0.3, sgd=-0.3)
+    found = summary(plan, but(curve, optimizer="muon", repeat=3))
     # After the longest trainings only.
-    assert {row.samples for row in findings(found, Verdict)} == {128}
+    rows = [(r.optimizer, r.verdict, r.lost, r.samples) for r in findings(found, Verdict)]
+    assert rows == [
+        ("muon", "cannot tell", 1, 128),
+        ("sgd", "better", 0, 128),
+        ("lamb", "cannot tell", 0, 128),
+        ("lans", "worse", 0, 128),
+    ]
     assert len(found.verdicts) == 8
-
-
-def test_a_verdict_in_units_that_people_use():
-    found = summary(PLAN, noisy({"lans": {64: -0.05, 128: -0.05}}, spread=0.002))
-    row = row_of(found, "lans", 128)
-    # A quarter of an octave; the interval knows that both rates are known to a quarter octave only.
-    assert row.sample_ratio.value == pytest.approx(1.2, abs=0.05)
-    assert 1.05 < row.sample_ratio.low < 2**0.25 < row.sample_ratio.high
-    # A step takes 1.25 of AdamW's time in the made record.
-    cost = found.costs["lans"]
-    assert (cost.time_ratio, cost.state_bytes) == (1.25, 7.0)
-    assert row.time_ratio.value == pytest.approx(1.25 / row.sample_ratio.value)
-    assert row.time_ratio.low <= row.time_ratio.value <= row.time_ratio.high
-    assert row.lr == row.baseline_lr == 1e-3
-    assert row.loss - row.baseline_loss == pytest.approx(row.mean)
 
 
 @pytest.mark.parametrize("exponent", [1 / 3, 1.0])
@@ -83,7 +65,9 @@ def test_samples_saved_are_covered_at_both_lengths(exponent):
         noise = random.Random(f"{optimizer} {samples} {repeat}").gauss(0, 1e-5)
         return 1 + 5 * seen**-exponent + 0.05 * step**2 + 0.1 * repeat + noise
 
-    found = summary(PLAN, loss_of)
+    found = summary(planned(seeds=5, multiples=(1, 4)), loss_of)
+    # Steps are timed at the task's batch size only.
+    assert {row.multiple: row.time_ratio is None for row in found.verdicts} == {1: False, 4: True}
     for samples in (64, 128):
         ratio = row_of(found, "lans", samples).sample_ratio
         assert ratio.low <= 1.3 <= ratio.high
@@ -91,34 +75,8 @@ def test_samples_saved_are_covered_at_both_lengths(exponent):
         assert ratio.value == pytest.approx(1.3, rel=0.01 if exponent < 1 else 0.1)
 
 
-def test_steps_are_timed_at_the_tasks_batch_size_only():
-    plan = planned(seeds=5, multiples=(1, 4))
-    found = summary(plan, noisy({"lans": {64: -0.05, 128: -0.05}}, spread=0.002))
-    assert {row.multiple: row.time_ratio is None for row in found.verdicts} == {1: False, 4: True}
-
-
-def test_a_plateau_is_that_of_its_own_length():
-    """An octave beside the best rate costs a tenth more samples: two octaves, at any length."""
-
-    def loss_of(samples, step, **fields):
-        return 1 + 5 * (samples / (1 + 0.1 * step**2)) ** (-1 / 3)
-
-    assert summary(PLAN, loss_of).tuned[0].plateau == pytest.approx(2.0, rel=1e-3)
-
-
-@pytest.mark.parametrize(("shift", "bound"), [(-3.0, 4.0), (3.0, 0.25)])
-def test_a_ratio_that_is_out_of_sight_is_a_bound(shift, bound):
-    ratio = row_of(
-        summary(PLAN, noisy({"lans": {64: shift, 128: shift}})), "lans", 128
-    ).sample_ratio
-    assert (ratio.value, ratio.low, ratio.high) == (bound, bound, bound)
-
-
 def test_a_diverging_optimizer_is_not_hidden():
-    def loss_of(**fields):
-        return math.inf if fields["optimizer"] == "sgd" else noisy({})(**fields)
-
-    found = summary(PLAN, loss_of)
+    found = summary(PLAN, but(by(), optimizer="sgd"))
     row = row_of(found, "sgd", 128)
     assert (row.verdict, row.mean, row.lost, row.baseline_lost) == ("worse", math.inf, 5, 0)
     assert row.losses == dict.fromkeys("12345", math.inf)
@@ -129,33 +87,16 @@ def test_a_diverging_optimizer_is_not_hidden():
     assert findings(found, Edge) == []
 
 
-@pytest.mark.parametrize(
-    ("lost", "verdict"), [((3,), "cannot tell"), ((1, 2, 4, 5), "worse")], ids=["one", "four"]
-)
-def test_diverged_seeds_are_counted(lost, verdict):
-    def loss_of(**fields):
-        own = fields["optimizer"] == "lans" and fields["repeat"] in lost
-        return math.inf if own and fields["samples"] == 128 else noisy({})(**fields)
-
-    found = summary(PLAN, loss_of)
-    assert row_of(found, "lans", 128).verdict == verdict
-    assert findings(found, Verdict)[0].lost == len(lost)
-
-
 def test_a_baseline_that_diverges_gives_no_verdict():
-    def loss_of(**fields):
-        lost = fields["optimizer"] == "adamw" and fields["repeat"] in (2, 3)
-        return math.inf if lost else noisy({"lans": {128: -0.5}})(**fields)
-
-    found = summary(PLAN, loss_of)
-    assert {(row.verdict, row.baseline_lost) for row in found.verdicts} == {("cannot tell", 2)}
+    curve = but(but(by(lans=-0.5), optimizer="adamw", repeat=2), optimizer="adamw", repeat=3)
+    rows = summary(PLAN, curve).verdicts
+    assert {(row.verdict, row.baseline_lost) for row in rows} == {("cannot tell", 2)}
 
 
 @pytest.mark.parametrize(
     ("name", "multiple", "shifts", "hangs"),
     [
         # It is behind, and may be better.
-        ("sgd", 1, {"sgd": 9}, True),
         ("sgd", 4, {"sgd": 9}, True),
         # It is behind, but another one is ahead of both.
         ("sgd", 4, {"sgd": 9, "lans": -9}, False),
@@ -165,13 +106,11 @@ def test_a_baseline_that_diverges_gives_no_verdict():
     ],
 )
 def test_the_best_rate_at_the_end_of_those_tried(name, multiple, shifts, hangs):
-    plan = planned(seeds=5, multiples=(1, 4))
+    plan, own = planned(seeds=5, multiples=(1, 4)), by(**shifts)
 
-    def loss_of(optimizer, step, **fields):
-        own = noisy({n: {64: shift, 128: shift} for n, shift in shifts.items()})
-        loss = own(optimizer=optimizer, step=step, **fields)
-        at_end = (optimizer, fields["multiple"]) == (name, multiple)
-        return loss - (0.3 * step + 0.05 * step**2) * at_end
+    def loss_of(step, **fields):
+        at_end = (fields["optimizer"], fields["multiple"]) == (name, multiple)
+        return own(step=step, **fields) - (0.3 * step + 0.05 * step**2) * at_end
 
     found = summary(plan, loss_of)
     assert findings(found, Edge) == [Edge(optimizer=name, multiple=multiple, hangs=hangs)]
@@ -179,7 +118,12 @@ def test_the_best_rate_at_the_end_of_those_tried(name, multiple, shifts, hangs):
 
 
 def test_tuned_settings_by_hand():
-    found = summary(PLAN, lambda step, samples, **f: 1 - 0.2 * math.log2(samples) + abs(step - 1))
+    best = {"adamw": 0, "lans": 1, "sgd": -1}
+
+    def loss_of(optimizer, step, samples, repeat, **fields):
+        return 1 - 0.2 * math.log2(samples) + abs(step - best[optimizer]) + repeat
+
+    found = summary(PLAN, loss_of)
     row = found.tuned[1]
     assert (row.step, row.lr, row.interior) == (1, 2e-3, True)
     assert row.tried["0"] == {str(step): pytest.approx(abs(step - 1)) for step in (-2, -1, 0, 1, 2)}
@@ -187,19 +131,10 @@ def test_tuned_settings_by_hand():
     assert row.plateau == pytest.approx(2 * 0.2 * (1.1 ** (1 / 3) - 1) / (1 - 0.5 ** (1 / 3)))
     # Losses 0, 1, 1, 2, 3: their mean; of three drawn, the least is 0 in 6 of 10 and else 1.
     assert row.effort == pytest.approx({"1": 7 / 5, "3": 4 / 10, "9": 0.0})
-    # At step 0, an octave from the best, over 128 samples.
-    assert row.default_loss == pytest.approx(1 - 0.2 * 7 + 1)
-
-
-def test_default_rates_are_compared_on_the_same_seeds():
-    """AdamW's best rate is its default, so that all of its seeds are known there."""
-
-    def loss_of(optimizer, step, repeat, **fields):
-        best = {"adamw": 0, "lans": 1, "sgd": -1}[optimizer]
-        return 1 + 0.1 * abs(step - best) + repeat
-
-    values = {row.optimizer: row.default_loss for row in summary(PLAN, loss_of).tuned}
-    assert values == pytest.approx({"adamw": 2.5, "lans": 2.6, "sgd": 2.6})
+    # At step 0 over 128 samples, by seeds 1 and 2. AdamW's best rate is its default, so that all
+    # of its seeds are known there.
+    losses = {row.optimizer: row.default_loss for row in found.tuned}
+    assert losses == pytest.approx({"adamw": 1.1, "lans": 2.1, "sgd": 2.1})
 
 
 def by_batch(extra):
@@ -212,34 +147,6 @@ def by_batch(extra):
         return 2 - 0.2 * math.log2(effective) + shift + 0.1 * repeat + 0.1 * off**2
 
     return loss_of
-
-
-def twins(seeds, curvature, number, better=0.0):
-    """Verdict on AdamW with its ladder half an octave aside, ``better`` by so much noise."""
-    generator = random.Random(number)
-
-    def loss_of(optimizer, samples, step, repeat, **fields):
-        twin = optimizer == "twin"
-        noise = generator.gauss(0, 1) + 10 * repeat - better * twin
-        return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * (step - 0.5 * twin) ** 2 + noise)
-
-    plan = planned(optimizers=("adamw", "twin"), seeds=seeds)
-    return row_of(summary(plan, loss_of), "twin", 128).verdict
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [5, 10])
-@pytest.mark.parametrize("curvature", [0.2, 1.0, 5.0])
-def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
-    """Although each rate is tried on one seed, and the rates of their ladders differ."""
-    told = sum(twins(seeds, curvature, number) != "cannot tell" for number in range(250))
-    # 5 %, and three standard deviations; 7 to 12 % if the choice of rates were taken to be exact.
-    assert told <= 0.0914 * 250
-
-
-@pytest.mark.slow
-def test_a_difference_of_three_standard_deviations_is_found():
-    assert sum(twins(5, 1.0, number, better=3.0) == "better" for number in range(100)) >= 80
 
 
 def test_critical_batch_sizes():
@@ -255,36 +162,22 @@ def test_critical_batch_sizes():
             assert low <= row.overheads[str(multiple)] <= high
             # The curve's exponent is 0 here: one end of those that the interval allows.
             assert low - 0.02 <= true <= high + 0.02
-
-
-def test_a_batch_size_that_diverges_is_beyond_the_critical_one():
-    plan = planned(multiples=(1, 4, 16), horizons=(256, 512, 1024))
-    curve = by_batch({"adamw": {}, "lans": {}, "sgd": {}})
-
-    def loss_of(**fields):
-        lost = fields["optimizer"] == "lans" and fields["multiple"] == 4
-        return math.inf if lost else curve(**fields)
-
-    found = summary(plan, loss_of)
+    # One that diverges is beyond; a larger one that is fine does not count.
+    found = summary(plan, but(by_batch(extra), optimizer="lans", multiple=4))
     (row,) = (row for row in found.critical if row.optimizer == "lans")
-    # One that is fine beyond it does not count.
-    assert (row.within, row.beyond) == (4, 16)
-    assert row.overheads["4"] == math.inf
+    assert (row.within, row.beyond, row.overheads["4"]) == (4, 16, math.inf)
 
 
 @pytest.mark.parametrize(
     ("keep", "verdicts"),
-    {
-        "nothing": (lambda e: False, 0),
-        "the step's time": (lambda e: e.key[0] == "speed", 0),
-        "the search": (lambda e: e.key[0] == "speed" or not e.repeat, 0),
-        "one seed": (lambda e: e.key[0] == "speed" or e.repeat < 2, 0),
-        "two long seeds": (
-            lambda e: e.key[0] == "speed" or not e.repeat or (e.repeat < 3 and e.samples == 128),
-            2,
-        ),
-        "all but the last": (lambda e: e.key[-1] != 5 or e.samples == 128, 4),
-    }.values(),
+    [
+        (lambda e: False, 0),
+        (lambda e: e.key[0] == "speed" or not e.repeat, 0),
+        (lambda e: e.key[0] == "speed" or e.repeat < 2, 0),
+        (lambda e: not getattr(e, "repeat", 0) or (e.repeat < 3 and e.samples == 128), 2),
+        (lambda e: e.key[-1] != 5 or e.samples == 128, 4),
+    ],
+    ids=["nothing", "the search", "one seed", "two long seeds", "all but the last"],
 )
 def test_parts_of_a_record(keep, verdicts):
     found = summary(PLAN, noisy({"lans": {128: -0.2}}), "interrupted", keep=keep)
@@ -294,6 +187,28 @@ def test_parts_of_a_record(keep, verdicts):
     # The search that is not done has no result.
     assert all((row.lr is None) == (row.interior is None) for row in found.tuned)
     assert (found.tuned[0].lr is not None) == (found.trained >= 33)
+
+
+def twins(seeds, curvature, number):
+    """Verdict on AdamW with its ladder half an octave aside."""
+    generator = random.Random(number)
+
+    def loss_of(optimizer, samples, step, repeat, **fields):
+        twin = optimizer == "twin"
+        noise = generator.gauss(0, 1) + 10 * repeat
+        return 2 - 0.2 * math.log2(samples) + 0.01 * (curvature * (step - 0.5 * twin) ** 2 + noise)
+
+    plan = planned(optimizers=("adamw", "twin"), seeds=seeds)
+    return row_of(summary(plan, loss_of), "twin", 128).verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "curvature"), [(5, 0.2), (5, 5.0), (10, 1.0)])
+def test_twins_are_told_apart_in_one_study_of_twenty_at_most(seeds, curvature):
+    """Although each rate is tried on one seed, and the rates of their ladders differ."""
+    told = sum(twins(seeds, curvature, number) != "cannot tell" for number in range(250))
+    # 5 %, and three standard deviations; 7 to 12 % if the choice of rates were taken to be exact.
+    assert told <= 0.0914 * 250
 
 
 @pytest.mark.few(10)

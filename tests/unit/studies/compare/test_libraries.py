@@ -12,11 +12,12 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import libraries, words
 from steadygrad.studies.compare.optimizers import Joined, entries_of, switch
-from steadygrad.studies.compare.schema import Run, Settings, Traits
+from steadygrad.studies.compare.schema import Edge, Run, Settings, Traits
 from steadygrad.studies.compare.trials import plan_for, tried
 from steadygrad.studies.files import trusted
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.page import write
+from steadygrad.studies.page import render
+from tests.unit.report.conftest import no_charts  # noqa: F401
 from tests.unit.studies.compare import library
 from tests.unit.studies.compare.runs import Places, begin, planned
 from tests.unit.studies.framework import make_trainer
@@ -71,12 +72,7 @@ def test_a_step_shows_what_an_optimizer_is(name, traits):
 
 
 @pytest.mark.parametrize(
-    ("kind", "traits"),
-    [
-        (library.Plain, {}),
-        (library.ScheduleFree, {"own_schedule": True}),
-        (library.OwnRate, {"own_rate": True}),
-    ],
+    ("kind", "traits"), [(library.Plain, {}), (library.ScheduleFree, {"own_schedule": True})]
 )
 def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
     def make_optimizer(parameters, lr):
@@ -91,43 +87,26 @@ def test_a_step_shows_what_the_tasks_own_optimizer_is(kind, traits):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "match"),
     [
-        (named("Closure"), "Closure: TypeError: Closure.step.. missing 1 .* 'closure'. Remedy"),
-        (named("SecondOrder"), "SecondOrder: RuntimeError: element 0 of tensors does not require"),
-        (named("Wrapper"), "Wrapper': TypeError: .* 'base_optimizer'. Remedy: check the name"),
-        (
-            named("function"),
-            "function': TypeError: no such class of optimizers. Remedy",
-        ),
-        (
-            named("Nothing"),
-            "Nothing': TypeError: no such class of optimizers. Remedy",
-        ),
-        ("torch:Muons", "'torch:Muons': TypeError: no such class of optimizers"),
-        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'. Remedy: check the name"),
-        ("lanz:", "Found 'lanz:': ModuleNotFoundError"),
+        (named("Closure"), "closure"),
+        (named("Wrapper"), "base_optimizer"),
+        ("torch:Muons", "'torch:Muons': TypeError"),
+        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'"),
         (":Plain", "Found ':Plain'"),
-        ("../x.py:Plain", "Found '../x.py:Plain'"),
+        # Not because it were one for matrices.
+        (named("Ignoring"), "Found 0.1 for 0.1 and for 0.2"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_by_name(name, found):
-    with pytest.raises(InputError, match=found) as error:
+def test_what_cannot_be_compared_is_refused_by_name(name, match):
+    with pytest.raises(InputError, match=match):
         attempt(name)
-    assert str(error.value).startswith(("--optimizers should", "Expected an optimizer that takes"))
-    assert "Remedy: " in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_rate_that_is_left_aside_is_no_matter_of_matrices():
-    with pytest.raises(InputError, match=r"Found 0.1 for 0.1 and for 0.2. Remedy: pass lr on"):
-        attempt(named("Ignoring"))
 
 
 def test_a_module_of_no_package_is_refused(monkeypatch):
     """Nothing would tell a resumed run that it has changed."""
     monkeypatch.setattr(libraries, "packages_distributions", dict)
-    with pytest.raises(InputError, match=r"Found .*library:Plain.*: --add path/file.py"):
+    with pytest.raises(InputError, match="library:Plain"):
         attempt(named("Plain"))
 
 
@@ -160,40 +139,29 @@ def test_adamw_has_what_is_no_matrix_at_a_rate_that_follows():
     assert [p.shape for p in muon.param_groups[0]["params"]] == [(16, 8)]
     assert [part.param_groups[0]["lr"] for part in (muon, adamw)] == [4 * entry.lr, 4e-3]
     # Nothing to take.
-    with pytest.raises(InputError, match="torch:Muon: ValueError: Muon only supports 2D"):
+    with pytest.raises(InputError, match="torch:Muon: ValueError"):
         attempt("torch:Muon", make_task(make_model=lambda: nn.Linear(8, 1)))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A study with one of each kind."""
-    names = [f"{HERE}:{name}" for name in ("ScheduleFree", "OwnRate", "Matrices")]
+def test_a_study_with_one_of_each_kind(tmp_path, no_charts):  # noqa: F811
+    names = [named(name) for name in ("ScheduleFree", "OwnRate", "Matrices")]
     traits = {name: attempt(name).traits for name in names}
-    plan = planned(optimizers=("adamw", *names), traits=traits, multiples=(1, 4), points=2)
-    folder = tmp_path_factory.mktemp("libraries") / "run"
-    begin(folder, at=-1, plan=plan, optimizers=",".join(names))
-    return folder
-
-
-def test_one_that_sets_its_own_rate_has_no_ladder(whole):
-    run, name = read_run(whole), named("OwnRate")
-    assert {(one.step, one.lr) for one in run.select(Run) if one.optimizer == name} == {(0, 1.0)}
-    for row in run.summary["tuned"]:
-        counts = [len(losses) for losses in row["tried"].values()]
-        if row["optimizer"] == name:
-            assert (row["lr"], row["interior"], row["plateau"]) == (1.0, None, None)
-            assert counts == [1, 1, 1]
-        else:
-            assert min(counts) >= 3
-    edges = [one["optimizer"] for one in run.summary["findings"] if one["kind"] == "edge"]
-    assert name not in edges
-    assert all(math.isfinite(row["loss"]) for row in run.summary["verdicts"])
-
-
-def test_the_page_says_what_was_done_otherwise(whole):
-    page, names = write(whole).read_text(), ("ScheduleFree", "OwnRate", "Matrices")
+    plan = planned(optimizers=("adamw", *names), traits=traits, seeds=2)
+    outcome, watcher = begin(tmp_path / "run", at=-1, plan=plan, optimizers=",".join(names))
+    assert watcher.done == watcher.total
+    assert all(math.isfinite(row.loss) for row in outcome.summary.verdicts)
+    # One that sets its own rate has no ladder.
+    edges = [found for found in outcome.summary.findings if isinstance(found, Edge)]
+    assert names[1] not in [edge.optimizer for edge in edges]
+    for row in outcome.summary.tuned:
+        own, counts = row.optimizer == names[1], [len(losses) for losses in row.tried.values()]
+        assert (row.plateau is None) == (row.interior is None) == own
+        assert counts == [1, 1, 1] if own else min(counts) >= 3
+    run = read_run(tmp_path / "run")
+    assert {(r.step, r.lr) for r in run.select(Run) if r.optimizer == names[1]} == {(0, 1.0)}
+    page = render(run)
     for name, note in zip(names, words.NOTES.values(), strict=True):
-        title = named(name) + " with AdamW" * (name == "Matrices")
+        title = name + " with AdamW" * ("Matrices" in name)
         assert f"<b>{title}.</b> {note}</li>" in page
 
 
@@ -211,7 +179,7 @@ def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizer
     run = SimpleNamespace(folder=tmp_path, header=header)
     (tmp_path / "header.json").touch()
     if module:
-        with pytest.raises(InputError, match=rf"Remedy: read {module}; if you trust it: ") as error:
+        with pytest.raises(InputError, match=module) as error:
             trusted(run, {})
         command = f"steadygrad compare char-lm --optimizers {quote(optimizers)} --resume {tmp_path}"
         assert str(error.value).endswith(command)
@@ -227,7 +195,6 @@ def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizer
         ("prodigyopt:Prodigy", {"own_rate": True}),
         ("timm:adan", {}),
         ("timm:sgd", {}),
-        ("torch:Adafactor", {}),
         ("torch:Muon", {"matrices": True}),
         pytest.param("heavyball:SFAdamW", {"own_schedule": True}, marks=pytest.mark.slow),
     ],

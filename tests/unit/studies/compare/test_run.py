@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import TURNS
 from steadygrad.studies.compare.schema import KNOWN, Run, Settings, Speed, knobs_at
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes
@@ -15,17 +14,6 @@ from steadygrad.studies.run import StudyFailed, start
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, planned
 from tests.unit.studies.framework import Watcher, tiny
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A complete study with the hand-made plan."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("compare") / "run"
-    outcome, watcher = begin(folder, at=-1, optimizers="lans,sgd")
-    assert outcome.summary.status == "complete"
-    assert watcher.done == watcher.total
-    return folder
 
 
 def test_a_state_that_parameters_share_counts_once():
@@ -37,33 +25,17 @@ def test_a_state_that_parameters_share_counts_once():
     assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
 
 
-def test_the_largest_batch_is_known_before_it_is_trained():
-    assert planned(multiples=(1, 16)).largest_batch == 16 * 4
-
-
 @pytest.mark.slow
-def test_every_optimizer_and_two_of_the_users_own(tmp_path):
-    names = (*ALL, "task", "adamax", "grouped")
-    plan = planned(optimizers=names, multiples=(1, 4), points=2, horizons=(128, 256, 512))
-    outcome, _ = begin(
-        tmp_path / "run",
-        at=-1,
-        plan=plan,
-        optimizers=",".join((*ALL, "task")),
-        add=f"{ADDED}:adamax,{ADDED}:grouped",
-    )
+def test_the_tasks_optimizer_and_two_of_the_users_own(tmp_path):
+    names = ("adamw", "sgd", "muon", "task", "adamax", "grouped")
+    plan = planned(optimizers=names, multiples=(1, 4), seeds=2)
+    added = {"optimizers": "sgd,muon,task", "add": f"{ADDED}:adamax,{ADDED}:grouped"}
+    outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, **added)
     found = outcome.summary.to_dict()
     assert found["status"] == "complete"
     assert list(found["optimizers"].values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
-    assert len(found["verdicts"]) == 8 * 2 * 2
-    assert all(len(row["losses"]) == 3 for row in found["verdicts"])
-    assert {row["optimizer"] for row in found["tuned"]} == set(names)
-    trials = {
-        row["optimizer"]: sum(map(len, row["tried"].values()))
-        for row in found["tuned"]
-        if row["multiple"] == 1
-    }
-    assert len(set(trials.values())) == 1
+    assert len(found["verdicts"]) == 5 * 2 * 2
+    assert all(len(row["losses"]) == 2 for row in found["verdicts"])
     # Adam's two moments in float32, beside a count for each tensor; SGD's momentum alone.
     held = {name: cost["state_bytes"] for name, cost in found["costs"].items()}
     assert held["adamw"] == pytest.approx(8, rel=0.05)
@@ -75,16 +47,6 @@ def test_every_optimizer_and_two_of_the_users_own(tmp_path):
     both = [(one, other) for one, other in pairs if one is not None]
     assert len(both) > 20
     assert all(one == other for one, other in both)
-
-
-@pytest.mark.slow
-def test_losses_fall_and_adamw_learns(whole):
-    runs = read_run(whole).select(Run)
-    verdicts = [run for run in runs if run.repeat and run.samples == 128]
-    assert all(len(run.curve) == 4 for run in verdicts)
-    assert all([seen for seen, _ in run.curve] == [32, 64, 96, 128] for run in verdicts)
-    assert all(len(run.curve) == 1 for run in runs if not run.repeat)
-    assert all(run.curve[-1] == (run.samples, run.loss) for run in runs)
 
 
 def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
@@ -152,19 +114,20 @@ def test_a_training_that_diverges_is_infinitely_bad():
     run = places.train("sgd", step=40)
     assert (run.loss, run.curve) == (math.inf, ((128, math.inf),))
     assert math.isfinite(places.train("sgd").loss)
-
-
-def test_an_evaluation_that_is_not_finite_is_a_divergence():
-    """Its training losses are finite to the end."""
+    # An evaluation that is not finite, after training losses that are to the end.
     task = replace(tiny_task.make_task(), evaluate=lambda model, samples: math.nan)
     assert Places(task, optimizers="sgd").train("sgd").loss == math.inf
 
 
-def test_all_steps_count_as_work():
+def test_a_training_is_evaluated_on_the_way_and_all_counts_as_work():
     places = Places(optimizers="lans")
-    places.train("lans")
+    run = places.train("lans")
     # Four evaluations of 64 samples, a third each.
     assert sum(places.told) == 128 + 4 * 22
+    assert [seen for seen, _ in run.curve] == [32, 64, 96, 128]
+    assert run.curve[-1] == (run.samples, run.loss)
+    # Those of the search at the end alone.
+    assert len(places.train("lans", repeat=0).curve) == 1
 
 
 def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
@@ -192,33 +155,19 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_types(tmp_path, dtype):
-    plan = planned(seeds=2, optimizers=("adamw", "muon"))
-    outcome, _ = begin(tmp_path / "run", at=-1, plan=plan, dtype=dtype, optimizers="muon")
+@pytest.mark.parametrize(
+    ("dtype", "factory"),
+    # One with an evaluation of its own, which casts nothing.
+    [("bfloat16", "evaluated"), ("float16", "make_task"), ("float64", "make_task")],
+)
+def test_other_types_and_an_evaluation_of_its_own(tmp_path, dtype, factory):
+    plan = planned(seeds=2, optimizers=("adamw", "muon"), full=False)
+    options = {"at": -1, "plan": plan, "dtype": dtype, "optimizers": "muon"}
+    outcome, watcher = begin(tmp_path / "run", factory, **options)
     assert outcome.summary.status == "complete"
+    assert watcher.done == watcher.total
     assert len(outcome.summary.verdicts) == 2
     assert outcome.summary.diverged == 0
-
-
-@pytest.mark.slow
-def test_a_task_with_an_evaluation_of_its_own(tmp_path):
-    plan = planned(seeds=2, optimizers=("adamw", "lans"), full=False)
-    outcome, watcher = begin(tmp_path / "run", "evaluated", at=-1, plan=plan, optimizers="lans")
-    assert outcome.summary.status == "complete"
-    assert watcher.done == watcher.total
-
-
-def test_a_diverging_optimizer_ends_in_a_verdict(tmp_path):
-    plan = planned(optimizers=("adamw", "wild"), full=False)
-    outcome, watcher = begin(
-        tmp_path / "run", at=-1, plan=plan, optimizers="adamw", add=f"{ADDED}:wild"
-    )
-    found = outcome.summary.to_dict()
-    assert [row["verdict"] for row in found["verdicts"]] == ["worse", "worse"]
-    assert found["diverged"] == found["diverged_by"]["wild"] > 0
-    assert [row["lost"] for row in found["verdicts"]] == [3, 3]
-    assert watcher.done == watcher.total
 
 
 @pytest.mark.slow
@@ -227,14 +176,6 @@ def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
     monkeypatch.setattr("steadygrad.studies.run.calibrate", lambda *_, **options: (20.0, 1))
     monkeypatch.setattr("steadygrad.studies.compare.trials.slowdown", lambda *arguments: 1.0)
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "optimizers": "sgd"}
-    with pytest.raises(InputError, match=r"The budget is too small .* --budget \d+s or more"):
-        start(
-            "compare",
-            Settings(task=tiny(), budget=5.0, **chosen),
-            tmp_path / "small",
-            monitor=Watcher(),
-        )
-    assert not (tmp_path / "small").exists()
     settings = Settings(task=tiny(), budget=500.0, **chosen)
     outcome = start("compare", settings, tmp_path / "run", monitor=Watcher())
     assert outcome.summary.status == "complete"
@@ -246,6 +187,6 @@ def test_a_plan_of_its_own_for_a_real_budget(tmp_path, monkeypatch):
 def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
     # So that it breaks in the search.
     monkeypatch.setattr("steadygrad.studies.compare.trials.TURNS", 3)
-    with pytest.raises(StudyFailed, match=r"over 32.*: Task.per_sample_loss .* Found Runtime"):
+    with pytest.raises(StudyFailed, match=r"Task\.per_sample_loss"):
         begin(tmp_path / "run", "loss_raises_later", at=-1, optimizers="lans,sgd")
     assert read_run(tmp_path / "run").summary["status"] == "failed"
