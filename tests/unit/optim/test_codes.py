@@ -270,16 +270,6 @@ def pair_of(make, state_dtype, params):
     return optimizer, params, run
 
 
-def snapshot(optimizer, params):
-    found = [(name, t.clone()) for p in params for name, t in optimizer.state[p].items()]
-    return [*found, *(("weight", p.detach().clone()) for p in params)]
-
-
-def same(first, second):
-    pairs = zip(sorted(first, key=str), sorted(second, key=str), strict=True)
-    return all(n == m and a.dtype == b.dtype and torch.equal(a, b) for (n, a), (m, b) in pairs)
-
-
 def moments_of(optimizer, p):
     """In float32, by name."""
     state, names = optimizer.state[p], [n for n in optimizer._fields if n in optimizer._large]
@@ -321,42 +311,6 @@ def test_states_of_float32_become_codes_and_numbers_again(make):
     assert again.state[back]["step"] == 8
 
 
-@every_optimizer
-def test_the_option_may_change_in_the_midst_of_a_run(make):
-    """A step is then that of an optimizer which was made so, and has loaded the state."""
-    optimizer, params, run = pair_of(make, "8bit", START)
-    run(2)
-    for dtype in ("float32", "8bit"):
-        other, others, _ = pair_of(make, dtype, params)
-        other.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0]["state_dtype"] = dtype
-        for p, q in zip(params, others, strict=True):
-            p.grad = q.grad = torch.sin(p.detach() * 50)
-        optimizer.step()
-        other.step()
-        assert same(snapshot(optimizer, params), snapshot(other, others))
-        assert (optimizer.state[params[0]]["exp_avg_sq"].dtype is torch.uint8) is (dtype == "8bit")
-        assert optimizer.state[params[1]]["exp_avg_sq"].dtype is torch.float32
-
-
-def test_groups_have_moments_of_their_own_kind():
-    params = [torch.linspace(-1, 1, 6400).reshape(64, 100).requires_grad_() for _ in range(3)]
-    kinds = [{"params": params[:1], "state_dtype": "8bit"}, {"params": params[1:2]}]
-    optimizer, alone = LANS(kinds), LANS(params[2:])
-    for step in range(3):
-        for p in params:
-            p.grad = torch.cos(torch.arange(6400.0) * (step + 1)).view(64, 100)
-        optimizer.step()
-        alone.step()
-    assert torch.equal(params[1], params[2])
-    assert not torch.equal(params[0], params[2])
-    assert [optimizer.state[p]["exp_avg"].dtype for p in params[:2]] == [torch.uint8, torch.float32]
-    twins = [p.detach().clone() for p in params[:2]]
-    other = LANS([{"params": twins[:1], "state_dtype": "8bit"}, {"params": twins[1:]}])
-    other.load_state_dict(optimizer.state_dict())
-    assert same(snapshot(optimizer, params[:2]), snapshot(other, twins))
-
-
 def test_what_keeps_float32():
     """Small parameters, short rows, numbers and vectors; float64 has more to lose."""
     shapes = {
@@ -374,20 +328,6 @@ def test_what_keeps_float32():
     found = [optimizer.state[p]["exp_avg"].dtype is torch.uint8 for p in params]
     assert found == [*map(bool, shapes.values()), False]
     assert optimizer.state[params[6]]["exp_avg_exponents"].shape == (2, 8)
-
-
-@every_optimizer
-def test_a_coded_run_resumes_to_the_bit(make):
-    optimizer, params, run = pair_of(make, "8bit", START)
-    run(3)
-    other, others, _ = pair_of(make, "8bit", params)
-    other.load_state_dict(optimizer.state_dict())
-    for step in range(4):
-        for p, q in zip(params, others, strict=True):
-            p.grad = q.grad = torch.sin(p.detach() * (50 + step))
-        optimizer.step()
-        other.step()
-    assert same(snapshot(optimizer, params), snapshot(other, others))
 
 
 @every_mode
