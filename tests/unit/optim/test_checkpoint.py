@@ -108,10 +108,10 @@ def test_names_in_another_order_are_refused():
     shapes = {"a": (3,), "b": (3,), "c": (2,)}
     named = {name: torch.ones(shape).requires_grad_() for name, shape in shapes.items()}
     optimizer, other = LANS(named.items()), LANS([(name, named[name]) for name in "bac"])
-    with pytest.raises(InputError, match="'a'.*'b'"):
+    with pytest.raises(InputError, match=r"'a'.*'b'"):
         optimizer.load_state_dict(other.state_dict())
     groups = [{"params": [(name, named[name])]} for name in "ab"]
-    with pytest.raises(InputError, match="'b'.*'a'"):
+    with pytest.raises(InputError, match=r"'b'.*'a'"):
         LANS(groups[::-1]).load_state_dict(LANS(groups).state_dict())
     renamed = LANS([(f"module.{name}", p) for name, p in named.items()])
     renamed.state[named["a"]]["step"].fill_(5)

@@ -1,28 +1,36 @@
-"""Sums that neither round nor overflow in 16 bits, and guards decided on the device."""
+"""Sums that neither round nor overflow in 16 bits, masters that follow their weights, and costs."""
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad import numerics
-from steadygrad.numerics import exact, inner_products, square_sums, wide
-from steadygrad.optim.passes import Bucket, decays_of, joined, moved_by
+from steadygrad.numerics import exact, inner_products, square_sums
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim.passes import sync_masters
 
-NARROW = [torch.float16, torch.bfloat16]
-
-
-def draw(*shape, dtype=torch.float64):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
-        dtype
-    )
+narrow = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-def test_square_sums_are_the_sums_of_squares():
-    tensors = [draw(4, 3), draw(5), draw(), draw(0, 2), draw(6, 2).t()]
-    expected = torch.stack([t.square().sum() for t in tensors])
-    torch.testing.assert_close(square_sums(tensors), expected, rtol=1e-14, atol=0)
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_sums_in_every_layout():
+    a, b = draw(6, 4), draw(24).view(4, 6).t()
+    pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
+    found = inner_products(*zip(*pairs, strict=True), torch.float64)
+    expected = torch.stack([(x * y).sum() for x, y in pairs])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+    expected = torch.stack([y.square().sum() for _, y in pairs])
+    torch.testing.assert_close(square_sums([y for _, y in pairs]), expected, rtol=1e-14, atol=0)
+    mixed = inner_products([a], [b.half()], torch.float64)
+    assert mixed.dtype == torch.float64
+    torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
+
+
+@narrow
 def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     # 4096 squares of 256: their sum is past float16's range, and bfloat16 stops at 256 ones.
     assert square_sums([torch.full((4096,), 256.0, dtype=dtype)]).tolist() == [4096 * 256.0**2]
@@ -31,26 +39,15 @@ def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     assert inner_products([ones], [ones], torch.float32).tolist() == [4099.0]
 
 
-def test_inner_products_in_every_layout():
-    a, b = draw(6, 4), draw(24).view(4, 6).t()
-    pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
-    found = inner_products(*zip(*pairs, strict=True), torch.float64)
-    expected = torch.stack([(x * y).sum() for x, y in pairs])
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
-    mixed = inner_products([a], [b.half()], torch.float64)
-    assert mixed.dtype == torch.float64
-    torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
-
-
 def test_the_widest_type_of_a_device_is_found_out(monkeypatch):
     monkeypatch.setattr(numerics, "_WIDEST", {})
     assert exact(torch.device("cpu")) is torch.float64
     monkeypatch.setattr(numerics, "_WIDEST", {})
 
-    def narrow(*shape, dtype, device):
+    def fail(*shape, dtype, device):
         raise TypeError("this device has no float64")
 
-    monkeypatch.setattr(torch, "zeros", narrow)
+    monkeypatch.setattr(torch, "zeros", fail)
     assert exact(torch.device("cpu")) is torch.float32
 
 
@@ -72,3 +69,41 @@ def test_sums_of_many_elements_lose_no_digits(layout):
     assert square_sums([torch.zeros(()).expand(2**20, 2**10)]).tolist() == [0]
     found = inner_products([x], [y], torch.float32).item()
     assert found == pytest.approx(exact[1].item(), rel=5e-6)  # cancels to a hundredth of its terms
+
+
+@narrow
+def test_a_master_keeps_its_digits_until_its_weight_is_written(dtype):
+    master = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    weight, expected = master.to(dtype), master.clone()
+    assert not torch.equal(master, weight.float())
+    for place, value in (((0, 0), 0.0), ((1, 1), -7.0), ((2, 2), torch.inf), ((3, 3), torch.nan)):
+        weight[place] = expected[place] = value
+    sync_masters([weight], [master])
+    torch.testing.assert_close(master, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Outputs(TorchDispatchMode):
+    """Counts the tensors that all operations return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.count += len(found) if isinstance(found, (list, tuple)) else 1
+        return found
+
+
+@pytest.mark.parametrize("kind", [LAMB, LANS, ScaledAdam])
+def test_a_step_without_multi_tensor_calls_is_linear(kind):
+    """Its work grows with the number of parameters, and no faster."""
+    counts = []
+    for size in (20, 40, 80):
+        params = [nn.Parameter(torch.ones(3)) for _ in range(size)]
+        for p in params:
+            p.grad = torch.ones(3)
+        optimizer = kind(params, foreach=False)
+        optimizer.step()  # the first one builds what later ones use
+        with Outputs() as outputs:
+            optimizer.step()
+        counts.append(outputs.count)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])
