@@ -101,6 +101,10 @@ def test_a_model_of_all_types(entry):
                 params[0].grad[1, 1] = torch.inf
             if step == 4:
                 params[4].data[0, 0] = 0.75  # written from outside: a master must follow
+            if step == 5:  # memory that moves, and a gradient in another order
+                optimizer.load_state_dict(optimizer.state_dict())
+                params[0].data = params[0].detach().clone()
+                params[0].grad = params[0].grad.t().contiguous().t()
             optimizer.step()
     assert all(with_kernels(one))
     assert one.skipped == two.skipped == 1
@@ -129,21 +133,6 @@ def test_no_wait_for_a_tensor_that_is_read(entry):
         assert watch.waits == []
         plain.step()
     assert_rounded_alike(optimizer, plain)
-
-
-@every_optimizer
-def test_tensors_that_move_are_found(entry):
-    """A load, a gradient elsewhere or in another order: all of the same shapes."""
-    ours, theirs = parameters(), parameters()
-    one, two = entry(ours, fused=True), entry(theirs, foreach=True)
-    for params, optimizer in ((ours, one), (theirs, two)):
-        run(optimizer, params, range(2))
-        optimizer.load_state_dict(optimizer.state_dict())
-        params[0].data = params[0].detach().clone()
-        give_gradients(params, 3)
-        params[0].grad = params[0].grad.t().contiguous().t()
-        optimizer.step()
-    assert_rounded_alike(one, two)
 
 
 @pytest.mark.parametrize(
@@ -180,28 +169,17 @@ def test_what_kernels_cannot_take_goes_by_calls():
     assert with_kernels(optimizer) == [False]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no such instruction"), MemoryError("none")])
-def test_a_kernel_that_cannot_be_compiled_changes_nothing(error, monkeypatch):
-    """An error of memory says nothing about kernels: the next step tries them again."""
-
+def test_a_kernel_that_cannot_be_compiled_changes_nothing(monkeypatch):
     def fail(*given, **named):
-        raise error
+        raise RuntimeError("no such instruction")
 
     ours, theirs = parameters(), parameters()
     one, two = LANS(ours, fused=True), LANS(theirs, foreach=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_start", fail)
-        if isinstance(error, MemoryError):
-            with pytest.raises(MemoryError):
-                run(one, ours, [0])
-        else:
-            with pytest.warns(UserWarning, match="no such instruction"):
-                run(one, ours, [0])
-            run(two, theirs, [0])
-            assert_same(snapshot(one, ours), snapshot(two, theirs))
-            return
-    run(one, ours, [0])
-    assert all(with_kernels(one))
+    monkeypatch.setattr(runtime, "_start", fail)
+    with pytest.warns(UserWarning, match="no such instruction"):
+        run(one, ours, [0])
+    run(two, theirs, [0])
+    assert_same(snapshot(one, ours), snapshot(two, theirs))
 
 
 @pytest.fixture
