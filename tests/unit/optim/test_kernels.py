@@ -144,7 +144,7 @@ def test_no_wait_for_a_tensor_that_is_read(entry):
 )
 def test_launches_do_not_grow_with_the_model(launches, make, expected):
     """ScaledAdam works on one-element parameters by themselves."""
-    for params in (parameters()[:4], [p for _ in range(3) for p in parameters()]):
+    for params in (parameters()[:4], [*parameters(), *parameters()]):
         optimizer = make(params, fused=True)
         run(optimizer, params, [0])  # compiles
         launches.clear()
