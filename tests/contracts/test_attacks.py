@@ -136,18 +136,3 @@ def test_options_of_scaled_adam_out_of_range(options):
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0].update(options)
     refused(optimizer, params, saved)
-
-
-@every_optimizer
-def test_an_older_state_dict_lacks_options_and_counts_in_numbers(entry):
-    params, optimizer = trained(entry)
-    saved = copy.deepcopy(optimizer.state_dict())
-    del saved["param_groups"][0]["capturable"], saved["param_groups"][0]["maximize"]
-    for state in saved["state"].values():
-        state["step"] = int(state["step"])
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["maximize"] is False
-    assert optimizer.state[params[0]]["step"].dtype is torch.float32
-    assert optimizer.state[params[0]]["step"] == 3
-    run(optimizer, params, [3], none=False)
-    assert optimizer.state[params[0]]["step"] == 4

@@ -18,7 +18,7 @@ from tests.contracts.table import OPTIMIZERS, TABLE
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 every_optimizer = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
 
-# LAMB's global norm is over all groups; `tests/unit/optim/test_lamb.py` looks at it.
+# LAMB's global norm is over all groups; `tests/unit/optim/test_equations.py` looks at it.
 APART = {name: entry for name, entry in TABLE.items() if "max_grad_norm" not in entry.options}
 every_optimizer_apart = pytest.mark.parametrize("entry", APART.values(), ids=APART)
 

@@ -178,27 +178,17 @@ def test_small_tensors_are_worked_on_together(entry):
 
 
 @pytest.mark.few(28)
-@every_optimizer_and_mode
-@every_type
-def test_a_tensor_learning_rate_is_the_same(entry, dtype):
+@covering(entry=TABLE, dtype=DTYPES, shape=[(), (1,)])
+def test_a_tensor_learning_rate_is_the_same(entry, dtype, shape):
     floats, tensors = parameters(dtype), parameters(dtype)
     one = entry(floats, lr=0.01)
-    two = entry(tensors, lr=torch.tensor(0.01, dtype=torch.float64))
+    two = entry(tensors, lr=torch.full(shape, 0.01, dtype=torch.float64))
     for step in range(8):
         rate = 0.01 / (1 + step)
         one.param_groups[0]["lr"] = rate
         two.param_groups[0]["lr"].fill_(rate)
         run(one, floats, [step])
         run(two, tensors, [step])
-    assert_same(floats, tensors)
-
-
-@every_optimizer_and_mode
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_a_tensor_learning_rate_of_one_element(entry, shape):
-    floats, tensors = parameters(), parameters()
-    run(entry(floats, lr=0.25), floats, range(6))
-    run(entry(tensors, lr=torch.full(shape, 0.25)), tensors, range(6))
     assert_same(floats, tensors)
 
 

@@ -29,6 +29,8 @@ def test_wrong_options_are_refused_by_name(name, options, message):
         ({"lr": torch.tensor(1)}, "`lr`.*int64"),
         ({"lr": torch.tensor(-1.0)}, "`lr`.*0 or more"),
         ({"lr": torch.tensor(torch.nan)}, "`lr`"),
+        ({"lr": torch.tensor([0.1]).to_sparse()}, "`lr`"),
+        ({"lr": torch.tensor(0.1, device="meta")}, "`lr`"),
         ({"foreach": "yes"}, "`foreach`.*True, False, None.*'yes'"),
         ({"maximize": None}, "`maximize`.*True, False. Found None"),
     ],

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from torch import nn
 
 from steadygrad._checks import InputError
 from tests.contracts.problems import assert_same, give_gradients, parameters, run, snapshot
@@ -163,41 +162,6 @@ def test_masters_follow_loaded_weights_and_survive_a_swap(entry):
     assert_same(snapshot(optimizer, params), snapshot(other, twin))
     assert float(params[0].detach()[0, 0]) == pytest.approx(7.0, rel=0.2)
     assert any((m != m.bfloat16()).any() for m in masters)
-
-
-@every_optimizer
-def test_without_masters(entry):
-    params = parameters(torch.bfloat16)
-    optimizer = entry(params, master_weights=False)
-    before = [p.detach().clone() for p in params]
-    run(optimizer, params, range(3))
-    assert all("master_weight" not in state for state in optimizer.state.values())
-    assert not torch.equal(before[0], params[0])
-
-
-def network(dtype):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
-
-
-@every_optimizer
-def test_a_grad_scaler_changes_no_result(entry):
-    plain, scaled = network(torch.float32), network(torch.float32)
-    ours, theirs = entry(plain.parameters()), entry(scaled.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    for step in range(12):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
-        for model, optimizer in ((plain, ours), (scaled, theirs)):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            (loss if model is plain else scaler.scale(loss)).backward()
-        ours.step()
-        if step == 7:
-            scaler.unscale_(theirs)  # as for clipping in between
-        scaler.step(theirs)
-        scaler.update()
-    # Powers of two scale exactly.
-    assert_same([p.detach() for p in plain.parameters()], [p.detach() for p in scaled.parameters()])
 
 
 @every_optimizer

@@ -44,18 +44,6 @@ def test_goes_in_the_right_direction(entry, dtype, maximize):
 
 
 @every_optimizer
-def test_types_may_be_mixed_in_a_group(entry):
-    mixed = [p for dtype in DTYPES for p in parameters(dtype)]
-    optimizer = entry(mixed)
-    for step in range(6):
-        give_gradients(mixed, step)
-        optimizer.step()
-    assert [p.dtype for p in mixed] == [d for d in DTYPES for _ in range(7)]
-    assert all(torch.isfinite(p).all() for p in mixed)
-    assert not torch.equal(mixed[0], parameters(torch.float64)[0])
-
-
-@every_optimizer
 @every_type
 def test_state_keeps_types_and_shapes(entry, dtype):
     params = parameters(dtype)
@@ -89,20 +77,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
     assert other.skipped == 0
     # As if the bad batches had never been seen.
     assert_same(snapshot(optimizer, params), snapshot(other, clean))
-
-
-@every_optimizer
-def test_zero_gradients(entry):
-    params = parameters()
-    optimizer = entry(params)
-    for _ in range(6):
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert all(torch.isfinite(p).all() for p in params)
-    assert all(
-        torch.isfinite(t).all() or n == "model_norm_threshold" for n, t in tensors_of(optimizer)
-    )
 
 
 @every_optimizer
@@ -187,16 +161,6 @@ def test_a_closure_is_evaluated_with_gradients(entry):
 
 
 @every_optimizer
-def test_groups_have_their_own_options(entry):
-    params = parameters()
-    optimizer = entry([{"params": params[:1], "lr": 0.0}, {"params": params[4:5]}])
-    before = [p.detach().clone() for p in params]
-    run(optimizer, params, range(3), none=False)
-    assert torch.equal(before[0], params[0])
-    assert not torch.equal(before[4], params[4])
-
-
-@every_optimizer
 def test_a_group_added_later_takes_part(entry):
     params, late = parameters(), torch.full((3, 3), 0.5, requires_grad=True)
     optimizer = entry(params)
@@ -216,17 +180,6 @@ def test_generators_and_names(entry):
     assert len(entry(model.parameters()).param_groups[0]["params"]) == 2
     grouped = entry([{"params": (p for p in model.parameters())}])
     assert len(grouped.param_groups[0]["params"]) == 2
-
-
-@every_optimizer
-def test_parameters_that_a_wrapper_exchanged(entry):
-    params = parameters()
-    optimizer = entry(params)
-    others = [p.detach().clone().requires_grad_() for p in params]
-    optimizer.param_groups[0]["params"] = others
-    run(optimizer, others, range(2))
-    assert not torch.equal(others[0], params[0])
-    assert set(optimizer.state) == set(others)
 
 
 @every_optimizer

@@ -221,17 +221,3 @@ def test_a_parameter_twice_in_a_group_is_warned_of(entry):
     (a,) = weights(1)
     with pytest.warns(UserWarning, match="duplicate parameters"):
         entry([a, a])
-
-
-@every_optimizer
-def test_a_group_that_is_refused_later_leaves_no_trace(entry):
-    a, b = weights()
-    optimizer = entry([a])
-    groups = [(k, g) for k, g in optimizer.param_groups[0].items() if k != "params"]
-    wrongs = {"twice": {"params": [b, a]}, "a set": {"params": {b}}, "no group": [b]}
-    for wrong in wrongs.values():
-        with pytest.raises((TypeError, ValueError)):
-            optimizer.add_param_group(wrong)
-        assert len(optimizer.param_groups) == len(optimizer.state) == 1
-        assert b not in optimizer.state
-    assert [(k, g) for k, g in optimizer.param_groups[0].items() if k != "params"] == groups

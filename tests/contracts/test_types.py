@@ -128,32 +128,6 @@ def test_a_cast_model_steps_as_one_whose_state_was_looked_at(entry, cast, foreac
     assert_same(*results)
 
 
-@pytest.mark.few(14)
-@covering(entry=OPTIMIZERS, cast=CASTS, foreach=MODES)
-def test_a_model_may_be_cast_after_its_optimizer_was_made(entry, cast, foreach):
-    first, then = cast
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).to(first)
-    params = list(model.parameters())
-    optimizer = entry(params, foreach=foreach)
-    run(optimizer, params, range(3), none=False)
-    for p in params:
-        p.grad = None
-    model.to(then)
-    narrow = then in NARROW
-    saved = optimizer.state_dict()["state"]
-    assert all(("master_weight" in state) == narrow for state in saved.values())
-    for p in params:
-        if narrow and first not in NARROW:  # otherwise rounded twice
-            assert torch.equal(optimizer.state[p]["master_weight"].to(then), p)
-    before = [optimizer.state[p].get("master_weight", p).detach().clone() for p in params]
-    run(optimizer, params, range(3, 6), none=False)
-    assert optimizer.skipped == 0
-    assert all(p.dtype == then and torch.isfinite(p).all() for p in params)
-    for p, old in zip(params, before, strict=True):
-        assert not torch.equal(optimizer.state[p].get("master_weight", p), old)
-
-
 @every_optimizer
 @pytest.mark.parametrize("dtypes", [CASTS[0], CASTS[2]], ids=str)
 def test_a_state_of_another_type_of_model_goes_on(entry, dtypes):

@@ -120,9 +120,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
 
 
 @every_optimizer
-def test_never_waits_for_the_device(entry):
+@pytest.mark.parametrize("mode", ["fused", "foreach"])
+def test_never_waits_for_the_device(entry, mode):
     params = on_device(torch.bfloat16)
-    optimizer = entry(params, lr=torch.tensor(0.01, device="cuda"), fused=True)
+    optimizer = entry(params, lr=torch.tensor(0.01, device="cuda"), **{mode: True})
     follow(optimizer, params, range(2))
     for step in (2, 3):
         fill(params, step)

@@ -1,8 +1,6 @@
-"""Small optimizers written with `BatchedOptimizer`, and what the tests train with them."""
+"""Small optimizers written with `BatchedOptimizer`."""
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.optim.batched import BatchedOptimizer
 
@@ -61,40 +59,3 @@ class Adam(BatchedOptimizer):
         root = column([(1 - beta2**t) ** 0.5 for t in steps])
         denominator = state["square"].sqrt() / root + group["eps"]
         batch.param.add_(size * state["mean"] / denominator)
-
-
-SHAPES = [(3, 4), (3, 4), (5,), (), (3, 4), (5,), (0,), (2, 3, 2), (1,)]
-
-
-def make_params(dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in SHAPES
-    ]
-
-
-def set_grads(params, step, none=()):
-    generator = torch.Generator().manual_seed(100 + step)
-    for index, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-        p.grad = None if index in none else grad
-
-
-class Bare(BatchedOptimizer):
-    """No state of its own."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-
-def assert_same(params, others):
-    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-
-
-class NoHostSync(TorchDispatchMode):
-    """Raises where a tensor's value is read by Python."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a tensor was read"
-        return func(*args, **(kwargs or {}))

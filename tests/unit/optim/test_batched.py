@@ -1,4 +1,4 @@
-"""`BatchedOptimizer`: stacked computation, state for each parameter."""
+"""`BatchedOptimizer`: stacked computation, state for each parameter, what is written back."""
 
 import copy
 import io
@@ -8,15 +8,8 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from tests.unit.optim.batched_examples import (
-    SHAPES,
-    Adam,
-    Bare,
-    Momentum,
-    assert_same,
-    make_params,
-    set_grads,
-)
+from tests.contracts.problems import SHAPES, Watch, assert_same, parameters, run
+from tests.unit.optim.batched_examples import Adam, Momentum
 
 TORCH = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
@@ -26,161 +19,229 @@ OURS = {
     "momentum": lambda params: Momentum(params, none_grads="skip"),
     "adam": Adam,
 }
-# Parameter 1 never has a gradient, 4 and 5 have none now and then: batches change.
-NONE = [(1,), (1, 4), (1,), (1, 4, 5), (1, 5), (1,), (1,), (1, 4), (1,), (1,)]
 
 
-def run(optimizer, params, steps):
-    for step in steps:
-        set_grads(params, step, NONE[step])
-        optimizer.step()
+def pairs(dtype=torch.float64):
+    """Each shape twice; the parameter at place 1 has no gradient now and then."""
+    return [*parameters(dtype), *parameters(dtype)]
 
 
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+def started(dtype=torch.float64, steps=1, **options):
+    params = pairs(dtype)
+    optimizer = Momentum(params, **options)
+    run(optimizer, params, range(steps))
+    return params, optimizer, optimizer.param_groups[0]
+
+
+def snapshot(params, optimizer):
+    return [p.detach().clone() for p in params] + [
+        t.clone() for p in params for t in optimizer.state[p].values()
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("name", OURS)
 def test_equals_torchs_own_to_the_bit(name, dtype):
-    ours, theirs = make_params(dtype), make_params(dtype)
+    ours, theirs = pairs(dtype), pairs(dtype)
     run(OURS[name](ours), ours, range(10))
     run(TORCH[name](theirs), theirs, range(10))
-    assert not torch.equal(ours[0], make_params(dtype)[0])
+    assert not torch.equal(ours[0], pairs(dtype)[0])
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("way", ["dict", "file", "deepcopy"])
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("name", OURS)
 def test_resumes_to_the_bit(name, way):
-    straight = make_params()
+    straight = pairs()
     run(OURS[name](straight), straight, range(10))
-
-    params = make_params()
+    params = pairs()
     first = OURS[name](params)
     run(first, params, range(5))
+    kept = snapshot(params, first)
     if way == "deepcopy":
-        params, second = copy.deepcopy((params, first))
+        others, second = copy.deepcopy((params, first))
     else:
-        state = first.state_dict()
-        params = [nn.Parameter(p.detach().clone()) for p in params]
-        second = OURS[name](params)
-        second.load_state_dict(through_a_file(state) if way == "file" else state)
+        state, file = first.state_dict(), io.BytesIO()
+        if way == "file":
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        others = [nn.Parameter(p.detach().clone()) for p in params]
+        second = OURS[name](others)
+        second.load_state_dict(state)
     if name == "momentum":
         second.none_grads = "skip"  # torch keeps groups and state only
-    run(second, params, range(5, 10))
-    assert_same(params, straight)
-
-
-def test_a_loaded_state_is_a_copy():
-    params = make_params()
-    first = Momentum(params)
-    run(first, params, range(2))
-    before = first.state[params[0]]["velocity"].clone()
-    others = make_params()
-    second = Momentum(others)
-    second.load_state_dict(first.state_dict())
-    run(second, others, range(2, 5))
-    assert torch.equal(first.state[params[0]]["velocity"], before)
+    run(second, others, range(5, 10))
+    assert_same(others, straight)
+    # What was loaded is a copy.
+    assert_same(snapshot(params, first), kept)
 
 
 def test_assigned_state_stays_where_it_is():
-    params = make_params()
+    params = pairs()
     optimizer = Adam(params)
     run(optimizer, params, [0])
-    rows = [optimizer.state[params[i]]["mean"] for i in (0, 4)]
-    values = [row.clone() for row in rows]
+    row = optimizer.state[params[7]]["mean"]
+    value = row.clone()
     run(optimizer, params, [0])
-    assert optimizer.state[params[0]]["mean"] is rows[0]
-    assert optimizer.state[params[4]]["mean"] is rows[1]
-    assert not torch.equal(rows[0], values[0])
+    assert optimizer.state[params[7]]["mean"] is row
+    assert not torch.equal(row, value)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_state_keeps_its_own_type_through_a_load(dtype):
-    params = make_params(dtype)
-    optimizer = Momentum(params, state_dtype=torch.float32)
-    set_grads(params, 0)
-    optimizer.step()
+def test_state_keeps_its_own_type_through_a_load():
+    params, optimizer, _ = started(torch.bfloat16, state_dtype=torch.float32)
     for p in params:
         optimizer.state[p]["velocity"].mul_(1 + 2**-13)  # digits that 16 bits cannot hold
     want = [optimizer.state[p]["velocity"].clone() for p in params]
-    assert not torch.equal(want[0], want[0].to(dtype).float())
-    others = make_params(dtype)
+    assert not torch.equal(want[0], want[0].bfloat16().float())
+    others = pairs(torch.bfloat16)
     loaded = Momentum(others, state_dtype=torch.float32)
-    loaded.load_state_dict(through_a_file(optimizer.state_dict()))
-    got = [loaded.state[p]["velocity"] for p in others]
-    assert all(row.dtype == torch.float32 for row in got)
-    assert_same(got, want)
-
-
-def test_hooks_of_load_state_dict_see_tensors_and_have_their_say():
-    params = make_params()
-    optimizer = Momentum(params)
-    seen = []
-
-    def double(_, state_dict):
-        state_dict["state"] = copy.deepcopy(state_dict["state"])
-        for values in state_dict["state"].values():
-            values["velocity"] += 2
-
-    optimizer.register_load_state_dict_pre_hook(double)
-    optimizer.register_load_state_dict_post_hook(
-        lambda o: seen.append(o.state[params[0]]["velocity"].clone())
-    )
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(seen[0], torch.full((3, 4), 2.0, dtype=torch.float64))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same([loaded.state[p]["velocity"] for p in others], want)
 
 
 def test_new_members_of_a_batch_start_from_init_state():
-    params = make_params()
-    optimizer = Momentum(params)
-    run(optimizer, params, range(2))
+    params, optimizer, group = started()
     kept = optimizer.state[params[0]]["velocity"].clone()
-    fresh = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
-    optimizer.param_groups[0]["params"].insert(0, fresh)
-    del optimizer.state[params[1]]
-    with optimizer.batched_params(optimizer.param_groups[0]) as batches:
-        velocity = batches[0].state["velocity"]
-        assert torch.equal(velocity[1], kept)
-        assert not velocity[0].any()
-        assert not velocity[2].any()
-
-
-def test_shapes_are_mixed():
-    """A guard on the tests above: more than one batch, one of several, scalars, and nothing."""
-    assert SHAPES.count((3, 4)) == 3
-    assert () in SHAPES
-    assert (0,) in SHAPES
+    group["params"].insert(0, nn.Parameter(torch.zeros(8, 4, dtype=torch.float64)))
+    del optimizer.state[params[6]]
+    with optimizer.batched_params(group) as batches:
+        new, old, forgotten, _, _ = batches[0].state["velocity"]
+        assert torch.equal(old, kept)
+        assert not new.any()
+        assert not forgotten.any()
 
 
 def test_a_group_added_later_has_its_state_at_once():
-    optimizer, late = Momentum(make_params()), torch.ones(4, 2, requires_grad=True)
-    optimizer.add_param_group({"params": [late]})
-    assert torch.equal(optimizer.state[late]["velocity"], torch.zeros(4, 2))
-    # Without `allocate_state` a group waits for its first step, as all others do.
-    lazy = Bare([torch.ones(2, requires_grad=True)])
-    lazy.add_param_group({"params": [late.detach().clone().requires_grad_()]})
-    assert not any(lazy.state.values())
+    late = torch.ones(4, 2, requires_grad=True)
+    for make, expected in ((Momentum, {"velocity"}), (Adam, set())):
+        optimizer = make(pairs())
+        optimizer.add_param_group({"params": [late]})
+        # Without `allocate_state` it waits for its first step, as all others do.
+        assert {*optimizer.state[late]} == expected
 
 
-def test_a_misspelt_option_is_refused():
-    with pytest.raises(InputError, match=r"'momentun'.*'momentum'"):
-        Momentum([{"params": make_params(), "momentun": 0.5}])
+def test_a_none_gradient_counts_as_zeros():
+    params, optimizer, group = started()
+    before, velocity = params[7].detach().clone(), optimizer.state[params[7]]["velocity"].clone()
+    params[7].grad = None
+    with optimizer.batched_params(group) as (first, *_):
+        assert first.has_grad == (True, True, False, True)
+        assert not first.grad[2].any()
+        assert torch.equal(first.grad[3], params[13].grad)
+    optimizer.step()
+    # Momentum goes on moving it, as the class says.
+    assert torch.equal(params[7], before.add(0.9 * velocity, alpha=-0.1))
 
 
-@pytest.mark.parametrize("value", ["0", None, [0.0], torch.eye(2).to_sparse()], ids=str)
-def test_a_state_that_is_no_tensor_is_refused_and_changes_nothing(value):
-    params = make_params()
-    optimizer = Momentum(params)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["more"] = value
-    run(optimizer, params, range(2))
-    before = optimizer.state[params[0]]["velocity"].clone()
-    with pytest.raises(InputError, match="`more` that is a number, or a dense tensor"):
-        optimizer.load_state_dict(saved)
-    assert torch.equal(optimizer.state[params[0]]["velocity"], before)
-    assert "more" not in optimizer.state[params[0]]
+@pytest.mark.parametrize("is_named", [True, False])
+def test_batches_go_by_shape_type_and_order(is_named):
+    params = [*pairs(), nn.Parameter(torch.zeros(8, 4))]
+    optimizer = Momentum([(f"p{i}", p) for i, p in enumerate(params)] if is_named else params)
+    with optimizer.batched_params(optimizer.param_groups[0]) as batches:
+        assert torch.equal(batches[0].param[1], params[6])
+        assert batches[0].params[2] is params[7]
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    shapes = [tuple(batch.param.shape) for batch in batches]
+    assert shapes == [(4, 8, 4), *[(2, *shape) for shape in SHAPES[1:6]], (1, 8, 4)]
+    names = ("p0", "p6", "p7", "p13") if is_named else tuple(f"params.{i}" for i in (0, 6, 7, 13))
+    assert batches[0].names == names
+
+
+def change_and_raise(batches):
+    for batch in batches:
+        batch.param.add_(1)
+        batch.state["velocity"] = batch.param
+        batch.state["new"] = batch.param
+    raise RuntimeError("no")
+
+
+def shorten(batches):
+    batches[0].param.zero_()
+    batches[1].param = batches[1].param[0]
+
+
+WRONG = {
+    "an exception": (change_and_raise, RuntimeError, "no"),
+    "a shorter parameter": (shorten, InputError, "param"),
+    **{
+        f"a state {value}": (lambda b, v=value: b[0].state.update(m=v), InputError, "'m'")
+        for value in (3, torch.tensor(3.0), torch.zeros(2, 3, 4))
+    },
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_goes_wrong_writes_neither_parameters_nor_state(case):
+    spoil, kind, match = WRONG[case]
+    params, optimizer, group = started()
+    before = snapshot(params, optimizer)
+    with pytest.raises(kind, match=match), optimizer.batched_params(group) as batches:
+        spoil(batches)
+    assert_same(snapshot(params, optimizer), before)
+
+
+def test_assigned_state_is_read_back_and_kept_apart():
+    params, optimizer, group = started()
+    with optimizer.batched_params(group) as batches:
+        batch = batches[0]
+        batch.param = torch.ones(4, 8, 4)
+        batch.state["average"] = batch.state["other"] = batch.param  # what is written back
+        batch.state["count"] = torch.arange(4)
+        batch.param.mul_(2)
+    own = optimizer.state[params[7]]
+    assert (params[7] == 2).all()
+    assert torch.equal(own["average"], torch.full((8, 4), 2.0))
+    assert own["count"].shape == ()
+    with optimizer.batched_params(group) as batches:
+        batches[0].param.zero_()
+        batches[0].state["other"].zero_()
+        batches[0].state["count"] = batches[0].state["count"] + 1
+    assert own["average"].all()
+    assert [int(optimizer.state[params[i]]["count"]) for i in (0, 6, 7, 13)] == [1, 2, 3, 4]
+
+
+def test_states_may_be_assigned_to_one_another():
+    """`previous = current` and exchanges: each is read before any is overwritten."""
+    params, optimizer, group = started()
+    for p in params:
+        optimizer.state[p].update(previous=torch.zeros_like(p), current=torch.ones_like(p))
+    with optimizer.batched_params(group) as batches:
+        for batch in batches:
+            first, second = batch.state["previous"], batch.state["current"]
+            batch.state["previous"], batch.state["current"] = second, first
+    states = [optimizer.state[p] for p in params]
+    assert all((s["previous"] == 1).all() and (s["current"] == 0).all() for s in states)
+    with optimizer.batched_params(group) as batches:
+        for batch in batches:
+            batch.state["previous"] = batch.state["current"]
+            batch.state["current"] = batch.state["current"] + 3
+    assert all((s["previous"] == 0).all() and (s["current"] == 3).all() for s in states)
+
+
+def test_what_cannot_be_used_is_refused_by_name():
+    with pytest.raises(InputError, match=r"'params\.0'"):
+        Adam([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    optimizer = Adam([("embedding", parameter)])
+    group = optimizer.param_groups[0]
+    with (
+        pytest.raises(InputError, match="none_grads"),
+        optimizer.batched_params(group, none_grads="zeros"),
+    ):
+        pass
+    parameter.grad = torch.eye(2).to_sparse()
+    with pytest.raises(InputError, match="'embedding'"), optimizer.batched_params(group):
+        pass
+
+
+@pytest.mark.parametrize("none_grads", ["zero", "skip"])
+def test_nothing_is_read_from_a_device(none_grads):
+    params = pairs()
+    optimizer = Momentum(params, none_grads=none_grads)
+    with Watch() as watch:
+        run(optimizer, params, [2])
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(optimizer, params, [3])
+    assert watch.waits == []

@@ -18,18 +18,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-NAMES = [
-    "scale",
-    "embed.weight",
-    "encoder.0.weight",
-    "encoder.0.bias",
-    "encoder.1.weight",
-    "encoder.1.bias",
-    "encoder.2.weight",
-    "encoder.2.bias",
-    "head.weight",
-    "head.bias",
-]
+NAMES = [name for name, _ in Model().named_parameters()]
 
 
 def table(groups):
@@ -53,17 +42,11 @@ def test_one_group_for_each_set_of_options_in_order():
         ({"weight_decay": 0.0}, quiet),
     ]
     assert groups[0]["params"][0][1] is model.scale
-
-
-def test_torch_takes_the_groups_with_their_names():
-    groups = param_groups(Model(), {"*.bias": {"weight_decay": 0.0}})
+    assert table(param_groups(Model())) == [({}, NAMES)]
+    # As every optimizer of torch takes them.
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    assert optimizer.param_groups[1]["param_names"] == [n for n in NAMES if n.endswith("bias")]
-
-
-def test_no_options_is_one_group():
-    assert table(param_groups(Model())) == [({}, NAMES)]
+    assert optimizer.param_groups[1]["param_names"] == quiet
 
 
 def test_later_patterns_win_and_merge():
@@ -75,13 +58,10 @@ def test_later_patterns_win_and_merge():
             "encoder.2.bias": {"weight_decay": 0.5},
         },
     )
+    shared = {"lr": 2e-3, "betas": (0.9, 0.95)}
     assert options_of(groups, "encoder.0.weight") == {"lr": 1e-3, "betas": (0.9, 0.95)}
-    assert options_of(groups, "encoder.0.bias") == {
-        "lr": 2e-3,
-        "betas": (0.9, 0.95),
-        "weight_decay": 0.0,
-    }
-    assert options_of(groups, "encoder.2.bias")["weight_decay"] == 0.5
+    assert options_of(groups, "encoder.0.bias") == {**shared, "weight_decay": 0.0}
+    assert options_of(groups, "encoder.2.bias") == {**shared, "weight_decay": 0.5}
     assert options_of(groups, "head.bias") == {"lr": 2e-3, "weight_decay": 0.0}
 
 
@@ -90,6 +70,13 @@ def test_the_star_crosses_dots_and_case_counts():
     groups = param_groups(model, {"a.*": {"x": 1}, "?.weight": {"y": 1}, "[A]*": {"z": 1}})
     assert options_of(groups, "a.b.weight") == {"x": 1}
     assert options_of(groups, "A.weight") == {"y": 1, "z": 1}
+
+
+def test_a_name_with_brackets_is_a_pattern_of_itself():
+    model = nn.Module()
+    model.parts = nn.ParameterDict({"a[0]": nn.Parameter(torch.ones(2))})
+    (group,) = param_groups(model, {"parts.a[0]": {"weight_decay": 0.5}})
+    assert group["weight_decay"] == 0.5
 
 
 def test_multipliers():
@@ -115,7 +102,7 @@ def test_multipliers():
 
 @pytest.mark.parametrize(("multiplier", "base"), [("lr_mult", "lr"), ("wd_mult", "weight_decay")])
 def test_a_multiplier_needs_a_base(multiplier, base):
-    with pytest.raises(InputError, match=rf"base {base} for `{multiplier}` of 'head\.weight'"):
+    with pytest.raises(InputError, match=rf"{base}.*{multiplier}.*'head\.weight'"):
         param_groups(Model(), {"head.*": {multiplier: 2.0}})
 
 
@@ -142,38 +129,29 @@ def test_frozen_parameters_are_left_out_but_known():
     model.encoder.requires_grad_(False)
     groups = param_groups(model, {"encoder.*": {"lr": 0.0}})
     assert table(groups) == [({}, ["scale", "embed.weight", "head.weight", "head.bias"])]
-    with pytest.raises(InputError, match=r"requires a gradient\. Found none among 10"):
+    with pytest.raises(InputError, match="requires_grad_"):
         param_groups(model.requires_grad_(False))
 
 
 def test_a_pattern_that_matches_nothing():
-    message = r"pattern '\*\.baises' to match a parameter\. Found none\. Near names: .*\.bias"
-    with pytest.raises(InputError, match=message):
-        param_groups(Model(), {"*.baises": {"lr": 1.0}})
-    with pytest.raises(InputError, match=r"Near names: encoder\.0\.weight"):
-        param_groups(Model(), {"encodr.0.wieght": {"lr": 1.0}})
-    with pytest.warns(UserWarning, match=message):
-        groups = param_groups(Model(), {"*.baises": {"lr": 1.0}}, strict=False)
-    assert table(groups) == [({}, NAMES)]
-
-
-def test_named_parameters_will_do():
-    model = Model()
-    pairs = (pair for pair in model.named_parameters())
-    options = {"*.bias": {"weight_decay": 0.0}}
-    assert table(param_groups(pairs, options)) == table(param_groups(model, options))
+    for pattern, near in (("*.baises", r"\.bias"), ("encodr.0.wieght", r"encoder\.0\.weight")):
+        with pytest.raises(InputError, match=near):
+            param_groups(Model(), {pattern: {"lr": 1.0}})
+        with pytest.warns(UserWarning, match=near):
+            groups = param_groups(Model(), {pattern: {"lr": 1.0}}, strict=False)
+        assert table(groups) == [({}, NAMES)]
 
 
 @pytest.mark.parametrize(
     ("wrap", "prefix"),
     [
+        (lambda m: (pair for pair in m.named_parameters()), ""),
         (lambda m: DataParallel(m), "module."),
-        (lambda m: torch.compile(m), "_orig_mod."),
         (lambda m: torch.compile(DataParallel(m)), "_orig_mod.module."),
         (lambda m: DataParallel(torch.compile(m)), "module._orig_mod."),
     ],
 )
-def test_wrappers_do_not_matter(wrap, prefix):
+def test_named_parameters_and_wrappers_do_not_matter(wrap, prefix):
     options = {"encoder.0.*": {"x": 1}, "head.bias": {"y": 1}}
     want = table(param_groups(Model(), options))
     got = table(param_groups(wrap(Model()), options))
@@ -193,38 +171,31 @@ def test_a_compiled_part_and_a_module_called_module():
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "found"),
     [
-        (3, "Expected a module.* Found int"),
-        (torch.zeros(2), "Found Tensor"),
-        ({"a": torch.zeros(2)}, "Found dict"),
-        ([torch.zeros(2)], "pairs of a name and a parameter. Found Tensor"),
-        ([], "requires a gradient. Found none among 0"),
+        (3, "int"),
+        (torch.zeros(2), "Tensor"),
+        ({"a": torch.zeros(2)}, "dict"),
+        ([torch.zeros(2)], "Tensor"),
+        ([], "none among 0"),
     ],
 )
-def test_bad_models(model, message):
-    with pytest.raises(InputError, match=message):
+def test_bad_models(model, found):
+    with pytest.raises(InputError, match=found):
         param_groups(model)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "found"),
     [
-        ([("*", {})], "mapping from patterns.* Found \\[\\("),
-        ({1: {}}, "patterns, as text.* Found {1"),
-        ({"*": 0.1}, "values for the pattern '\\*'.* Found 0.1"),
-        ({"*": {1: 2}}, "values for the pattern"),
-        ({"*": {"params": []}}, "without params and param_names. Found {'params'"),
-        ({"*": {"lr_mult": -1}}, "`lr_mult` should be a finite number in \\[0, inf"),
+        ([("*", {})], r"\[\("),
+        ({1: {}}, "{1"),
+        ({"*": 0.1}, r"'\*'.*0\.1"),
+        ({"*": {1: 2}}, r"'\*'"),
+        ({"*": {"params": []}}, r"'\*'.*params"),
+        ({"*": {"lr_mult": -1}}, "lr_mult"),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(InputError, match=message):
+def test_bad_options(options, found):
+    with pytest.raises(InputError, match=found):
         param_groups(Model(), options, lr=1.0)
-
-
-def test_a_name_with_brackets_is_a_pattern_of_itself():
-    model = nn.Module()
-    model.parts = nn.ParameterDict({"a[0]": nn.Parameter(torch.ones(2))})
-    (group,) = param_groups(model, {"parts.a[0]": {"weight_decay": 0.5}})
-    assert group["weight_decay"] == 0.5

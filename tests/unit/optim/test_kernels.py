@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -88,12 +89,16 @@ def mixed(types):
 
 @every_optimizer
 def test_a_model_of_all_types(entry):
+    """A rate in a tensor, and what a gradient scaler leaves, are read without a wait."""
     # A norm over all gradients brings the roundings of narrow types to float64.
     types = TYPES[: 3 if "max_grad_norm" in entry.options else 4]
-    ours, theirs = mixed(types), mixed(types)
+    ours, theirs, rate = mixed(types), mixed(types), torch.tensor(0.01)
     groups = [[{"params": p[::2]}, {"params": p[1::2], "lr": 0.004}] for p in (ours, theirs)]
-    one, two = entry(groups[0], fused=True), entry(groups[1], foreach=True)
+    one, two = entry(groups[0], lr=rate, fused=True), entry(groups[1], foreach=True)
+    one.found_inf, one.grad_scale = torch.zeros(()), torch.tensor(4.0)
     for step in range(6):
+        rate.fill_(0.01 / (1 + step))
+        two.param_groups[0]["lr"] = float(rate)
         for params, optimizer in ((ours, one), (theirs, two)):
             give_gradients(params, step)
             params[2].grad = None
@@ -101,66 +106,22 @@ def test_a_model_of_all_types(entry):
                 params[0].grad[1, 1] = torch.inf
             if step == 4:
                 params[4].data[0, 0] = 0.75  # written from outside: a master must follow
-            optimizer.step()
+            if step == 5:  # memory that moves, and a gradient in another order
+                optimizer.load_state_dict(optimizer.state_dict())
+                params[0].data = params[0].detach().clone()
+                params[0].grad = params[0].grad.t().contiguous().t()
+            for p in params if optimizer is one else ():
+                p.grad = None if p.grad is None else p.grad * 4
+            is_watched = optimizer is one and step == 1
+            with Watch() if is_watched else nullcontext() as watch:
+                optimizer.step()
+            assert not is_watched or watch.waits == []
     assert all(with_kernels(one))
     assert one.skipped == two.skipped == 1
     assert_rounded_alike(one, two)
     for p in ours:
         if "master_weight" in one.state[p]:
             assert torch.equal(p.detach(), one.state[p]["master_weight"].to(p.dtype))
-
-
-@every_optimizer
-def test_no_wait_for_a_tensor_that_is_read(entry):
-    """A tensor learning rate, and what a gradient scaler has left, are read in the kernels."""
-    params, others = parameters(), parameters()
-    rate = torch.tensor(0.01)
-    optimizer, plain = entry(params, lr=rate, fused=True), entry(others, foreach=True)
-    for step in range(3):
-        rate.fill_(0.01 / (1 + step))
-        plain.param_groups[0]["lr"] = float(rate)
-        give_gradients(params, step, none=False)
-        give_gradients(others, step, none=False)
-        optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(4.0)
-        for p in params:
-            p.grad.mul_(4)
-        with Watch() as watch:
-            optimizer.step()
-        assert watch.waits == []
-        plain.step()
-    assert_rounded_alike(optimizer, plain)
-
-
-@every_optimizer
-@pytest.mark.parametrize("bad", ["nan", "found_inf"])
-def test_a_bad_step_changes_nothing(entry, bad):
-    params = parameters(torch.bfloat16)[:5]
-    optimizer = entry(params, fused=True)
-    run(optimizer, params, [0])
-    give_gradients(params, 3)
-    if bad == "nan":
-        params[4].grad[0, 1, 0] = torch.nan
-    else:
-        optimizer.found_inf = torch.ones(())
-    before = snapshot(optimizer, params)
-    optimizer.step()
-    assert_same(before, snapshot(optimizer, params))
-    assert optimizer.skipped == 1
-
-
-@every_optimizer
-def test_tensors_that_move_are_found(entry):
-    """A load, a gradient elsewhere or in another order: all of the same shapes."""
-    ours, theirs = parameters(), parameters()
-    one, two = entry(ours, fused=True), entry(theirs, foreach=True)
-    for params, optimizer in ((ours, one), (theirs, two)):
-        run(optimizer, params, range(2))
-        optimizer.load_state_dict(optimizer.state_dict())
-        params[0].data = params[0].detach().clone()
-        give_gradients(params, 3)
-        params[0].grad = params[0].grad.t().contiguous().t()
-        optimizer.step()
-    assert_rounded_alike(one, two)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +133,7 @@ def test_tensors_that_move_are_found(entry):
 )
 def test_launches_do_not_grow_with_the_model(launches, make, expected):
     """ScaledAdam works on one-element parameters by themselves."""
-    for params in (parameters()[:4], [p for _ in range(3) for p in parameters()]):
+    for params in (parameters()[:4], [*parameters(), *parameters()]):
         optimizer = make(params, fused=True)
         run(optimizer, params, [0])  # compiles
         launches.clear()
@@ -197,28 +158,17 @@ def test_what_kernels_cannot_take_goes_by_calls():
     assert with_kernels(optimizer) == [False]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no such instruction"), MemoryError("none")])
-def test_a_kernel_that_cannot_be_compiled_changes_nothing(error, monkeypatch):
-    """An error of memory says nothing about kernels: the next step tries them again."""
-
+def test_a_kernel_that_cannot_be_compiled_changes_nothing(monkeypatch):
     def fail(*given, **named):
-        raise error
+        raise RuntimeError("no such instruction")
 
     ours, theirs = parameters(), parameters()
     one, two = LANS(ours, fused=True), LANS(theirs, foreach=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_start", fail)
-        if isinstance(error, MemoryError):
-            with pytest.raises(MemoryError):
-                run(one, ours, [0])
-        else:
-            with pytest.warns(UserWarning, match="no such instruction"):
-                run(one, ours, [0])
-            run(two, theirs, [0])
-            assert_same(snapshot(one, ours), snapshot(two, theirs))
-            return
-    run(one, ours, [0])
-    assert all(with_kernels(one))
+    monkeypatch.setattr(runtime, "_start", fail)
+    with pytest.warns(UserWarning, match="no such instruction"):
+        run(one, ours, [0])
+    run(two, theirs, [0])
+    assert_same(snapshot(one, ours), snapshot(two, theirs))
 
 
 @pytest.fixture

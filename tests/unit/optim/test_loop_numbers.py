@@ -58,22 +58,16 @@ def test_numbers_are_rounded_to_the_nearest(dtype, bits):
     assert_same_numbers(torch.from_numpy(found.view(np.int16)).view(dtype), given.to(dtype))
 
 
-def loop_over(function):
-    @njit(fastmath=numbers.FAST, error_model="numpy")
-    def work(given, by, found):
-        for i in range(len(given)):
-            found[i] = function(given[i], by[i])
-
-    return work
+@njit(fastmath=numbers.FAST, error_model="numpy")
+def read_all(read, given, by, found):
+    for i in range(len(given)):
+        found[i] = read(given[i], by[i])
 
 
-def loop_with_bits(function):
-    @njit(fastmath=numbers.FAST, error_model="numpy")
-    def work(given, by, bits, found):
-        for i in range(len(given)):
-            found[i] = function(given[i], by[i], bits[i])
-
-    return work
+@njit(fastmath=numbers.FAST, error_model="numpy")
+def code_all(write, given, by, bits, found):
+    for i in range(len(given)):
+        found[i] = write(given[i], by[i], bits[i])
 
 
 SLOPE = 0x5E3779B1
@@ -90,7 +84,7 @@ def test_every_code_is_read_and_every_number_coded(code):
     expected, found = decode(given, exponents, BLOCK, code), np.zeros(len(given), np.float32)
     of, to = (codes.first_of, codes.first_code), (codes.second_of, codes.second_code)
     read, write = of if code is FIRST else to
-    loop_over(read)(given.numpy(), as_powers(exponents).numpy(), found)
+    read_all(read, given.numpy(), as_powers(exponents).numpy(), found)
     assert_same_numbers(torch.from_numpy(found), expected)
     # Of numbers of all sizes within the scales, and none.
     draw = torch.Generator().manual_seed(0)
@@ -100,5 +94,5 @@ def test_every_code_is_read_and_every_number_coded(code):
     coded, exponents = encode(drawn, torch.tensor([5, SLOPE]), BLOCK, code)
     bits = (torch.arange(len(drawn)) * SLOPE + 5).int().numpy().view(np.uint32)
     inverse, own = as_powers(HIGH + 1 - exponents.int()).numpy(), np.zeros(len(drawn), np.uint8)
-    loop_with_bits(write)(drawn.numpy(), inverse, bits, own)
+    code_all(write, drawn.numpy(), inverse, bits, own)
     assert torch.equal(torch.from_numpy(own), coded)

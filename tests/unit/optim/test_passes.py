@@ -1,37 +1,36 @@
-"""Sums that neither round nor overflow in 16 bits, and guards decided on the device."""
+"""Sums that neither round nor overflow in 16 bits, masters that follow their weights, and costs."""
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad import numerics
-from steadygrad.numerics import exact, inner_products, square_sums, wide
-from steadygrad.optim.passes import Bucket, decays_of, joined, moved_by
+from steadygrad.numerics import exact, inner_products, square_sums
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+from steadygrad.optim.passes import sync_masters
 
-NARROW = [torch.float16, torch.bfloat16]
-
-
-def draw(*shape, dtype=torch.float64):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
-        dtype
-    )
+narrow = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.float64, torch.float64), *[(d, torch.float32) for d in [*NARROW, torch.float32]]],
-)
-def test_sums_are_float32_at_least(dtype, expected):
-    assert wide(dtype) == expected
-    assert square_sums([draw(3, dtype=dtype)]).dtype == expected
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_square_sums_are_the_sums_of_squares():
-    tensors = [draw(4, 3), draw(5), draw(), draw(0, 2), draw(6, 2).t()]
-    expected = torch.stack([t.square().sum() for t in tensors])
-    torch.testing.assert_close(square_sums(tensors), expected, rtol=1e-14, atol=0)
+def test_sums_in_every_layout():
+    a, b = draw(6, 4), draw(24).view(4, 6).t()
+    pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
+    found = inner_products(*zip(*pairs, strict=True), torch.float64)
+    expected = torch.stack([(x * y).sum() for x, y in pairs])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+    expected = torch.stack([y.square().sum() for _, y in pairs])
+    torch.testing.assert_close(square_sums([y for _, y in pairs]), expected, rtol=1e-14, atol=0)
+    mixed = inner_products([a], [b.half()], torch.float64)
+    assert mixed.dtype == torch.float64
+    torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@narrow
 def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     # 4096 squares of 256: their sum is past float16's range, and bfloat16 stops at 256 ones.
     assert square_sums([torch.full((4096,), 256.0, dtype=dtype)]).tolist() == [4096 * 256.0**2]
@@ -40,98 +39,15 @@ def test_sixteen_bits_neither_overflow_nor_round_the_sum(dtype):
     assert inner_products([ones], [ones], torch.float32).tolist() == [4099.0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
-def test_one_bad_element_shows_in_its_own_sum_only(bad, dtype):
-    tensors = [draw(4, 3, dtype=dtype), draw(5, dtype=dtype)]
-    tensors[0][2, 1] = bad
-    assert torch.isfinite(square_sums(tensors)).tolist() == [False, True]
-
-
-def test_inner_products_in_every_layout():
-    a, b = draw(6, 4), draw(24).view(4, 6).t()
-    pairs = [(a, b), (b, b.contiguous()), (a[:, ::2], b[:, ::2]), (draw(), draw()), (draw(0),) * 2]
-    found = inner_products(*zip(*pairs, strict=True), torch.float64)
-    expected = torch.stack([(x * y).sum() for x, y in pairs])
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
-    mixed = inner_products([a], [b.half()], torch.float64)
-    assert mixed.dtype == torch.float64
-    torch.testing.assert_close(mixed[0], (a * b.half().double()).sum(), rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-def test_sanitized_copies(dtype):
-    given = [draw(3, 2, dtype=dtype), torch.zeros((), dtype=dtype).expand(2, 2)]
-    given[0][1, 1] = torch.nan
-    before = [g.clone() for g in given]
-    bucket = Bucket([0, 1], given, given, ())
-    kept = bucket.sanitized([torch.tensor(True)] * 2, torch.float32)
-    for copy, g in zip(kept, given, strict=True):
-        assert copy.dtype == torch.float32
-        torch.testing.assert_close(copy, g.float(), rtol=0, atol=0, equal_nan=True)
-        copy.fill_(7.0)
-    gone = bucket.sanitized([torch.tensor(False)] * 2, torch.float32)
-    assert all(torch.equal(copy, torch.zeros(g.shape)) for copy, g in zip(gone, given, strict=True))
-    for g, b in zip(given, before, strict=True):
-        torch.testing.assert_close(g, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_gradients_without_their_loss_scale(dtype):
-    given = [draw(3, 2, dtype=dtype), draw(4, dtype=dtype)]
-    before = [g.clone() for g in given]
-    for scale in (None, torch.tensor(2.0**-20, dtype=torch.float64)):
-        bucket = Bucket([0, 1], given, given, (), scale)
-        expected = [g.float() * (1.0 if scale is None else 2.0**-20) for g in before]
-        both = (
-            bucket.unscaled(),
-            bucket.sanitized([torch.tensor(True)] * 2, torch.float32),
-        )
-        for found in both:
-            assert all(torch.equal(a.float(), b) for a, b in zip(found, expected, strict=True))
-    assert all(torch.equal(g, b) for g, b in zip(given, before, strict=True))
-
-
-def bucket_of(places, dtype):
-    """Parameters at some places of a batch, all of them alike."""
-    one = [torch.ones(2, dtype=dtype) for _ in places]
-    return Bucket(places, one, one, (one, one))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_averages_decay_where_a_step_is_taken(dtype):
-    bucket, taken = bucket_of([2, 0], dtype), torch.tensor([True, False, False])
-    first, second = decays_of(bucket, (0.9, 0.999), taken)
-    # To the last digit of the state's own type.
-    assert [x.item() for x in first] == [1.0, torch.tensor(0.9, dtype=dtype).item()]
-    assert [x.item() for x in second] == [1.0, torch.tensor(0.999, dtype=dtype).item()]
-    assert {x.dtype for x in (*first, *second)} == {dtype}
-
-
-def test_sums_of_buckets_stand_in_their_places():
-    weights = [torch.ones(1)] * 4
-    parts = [([3], torch.tensor([[3.0], [30.0]])), ([0, 1], torch.tensor([[1.0, 2], [10, 20]]))]
-    assert joined(weights, parts, 2).tolist() == [[1, 2, 0, 3], [10, 20, 0, 30]]
-    assert joined(weights, [], 2).tolist() == [[0] * 4] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_are_rounded_once_where_they_move(dtype):
-    weight, step = torch.full((3,), 1.5, dtype=dtype), torch.full((3,), 0.001)
-    moved_by([weight], [torch.tensor(0.9999)], [step])
-    expected = torch.tensor(1.5) * torch.tensor(0.9999) - 0.001
-    assert torch.equal(weight, torch.full((3,), expected.item()).to(dtype))
-
-
 def test_the_widest_type_of_a_device_is_found_out(monkeypatch):
     monkeypatch.setattr(numerics, "_WIDEST", {})
     assert exact(torch.device("cpu")) is torch.float64
     monkeypatch.setattr(numerics, "_WIDEST", {})
 
-    def narrow(*shape, dtype, device):
+    def fail(*shape, dtype, device):
         raise TypeError("this device has no float64")
 
-    monkeypatch.setattr(torch, "zeros", narrow)
+    monkeypatch.setattr(torch, "zeros", fail)
     assert exact(torch.device("cpu")) is torch.float32
 
 
@@ -153,3 +69,41 @@ def test_sums_of_many_elements_lose_no_digits(layout):
     assert square_sums([torch.zeros(()).expand(2**20, 2**10)]).tolist() == [0]
     found = inner_products([x], [y], torch.float32).item()
     assert found == pytest.approx(exact[1].item(), rel=5e-6)  # cancels to a hundredth of its terms
+
+
+@narrow
+def test_a_master_keeps_its_digits_until_its_weight_is_written(dtype):
+    master = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    weight, expected = master.to(dtype), master.clone()
+    assert not torch.equal(master, weight.float())
+    for place, value in (((0, 0), 0.0), ((1, 1), -7.0), ((2, 2), torch.inf), ((3, 3), torch.nan)):
+        weight[place] = expected[place] = value
+    sync_masters([weight], [master])
+    torch.testing.assert_close(master, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Outputs(TorchDispatchMode):
+    """Counts the tensors that all operations return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.count += len(found) if isinstance(found, (list, tuple)) else 1
+        return found
+
+
+@pytest.mark.parametrize("kind", [LAMB, LANS, ScaledAdam])
+def test_a_step_without_multi_tensor_calls_is_linear(kind):
+    """Its work grows with the number of parameters, and no faster."""
+    counts = []
+    for size in (20, 40, 80):
+        params = [nn.Parameter(torch.ones(3)) for _ in range(size)]
+        for p in params:
+            p.grad = torch.ones(3)
+        optimizer = kind(params, foreach=False)
+        optimizer.step()  # the first one builds what later ones use
+        with Outputs() as outputs:
+            optimizer.step()
+        counts.append(outputs.count)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])

@@ -1,0 +1,265 @@
+"""Long runs of LANS, LAMB and ScaledAdam, and of their literal equations in float64.
+
+The fuzz judges one step at a time, by roundings of the state's own type. Here an error adds up over
+60 steps, and float64 leaves little room for it.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from steadygrad.optim import LAMB, LANS, ScaledAdam, clipping, scaled_adam, scaled_adam_rule
+from tests.covering import covering
+from tests.reference.lamb import Lamb
+from tests.reference.lans import Lans
+from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
+
+# One parameter at a time equals the second to the bit: `contracts/test_modes` holds it to that.
+MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+RECIPES = ("zipformer", "stateless7")
+
+SHAPES = [(7, 3), (5,), (), (1,), (2, 3, 2), (0, 4), (1, 1), (7, 3)]
+# Of weights: from tiny to large, and zero.
+SCALES = [0.3, 1e-3, 1.0, 5.0, 0.0, 1.0, 0.1, 2.0]
+
+
+class Exact(ScaledAdam):
+    """With its state in float64, which the current recipe keeps in float32."""
+
+    def _state_dtype(self, parameter, group):
+        return parameter.dtype
+
+
+PAIRS = {"lans": (LANS, Lans), "lamb": (LAMB, Lamb), "scaled_adam": (Exact, ReferenceScaledAdam)}
+SHARED = [
+    {"betas": (0.0, 0.9), "lr": 0.03},
+    {"betas": (0.9, 0.0), "lr": 0.03},
+    {"lower_bound": 0.2, "upper_bound": 1.5, "lr": 0.03},
+    {"upper_bound": 0.5, "lr": 0.1, "betas": (0.5, 0.9)},
+    {"lower_bound": 0.2, "weight_decay": 0.0, "lr": 0.03},
+]
+OPTIONS = {
+    "lans": [
+        {},
+        *SHARED,
+        {"clip_value": 0.3, "lr": 0.03},
+        {"maximize": True, "lr": 0.03, "weight_decay": 0.1},
+    ],
+    "lamb": [
+        {},
+        *SHARED,
+        {"max_grad_norm": 1e6, "lr": 0.03},
+        {"adapt": False, "lr": 0.03, "weight_decay": 0.1},
+        {"maximize": True, "lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 0.5},
+    ],
+    "scaled_adam": [
+        {**options, "recipe": recipe}
+        for recipe in RECIPES
+        for options in (
+            {},
+            {"lr": 0.2, "betas": (0.5, 0.9)},
+            {"betas": (0.0, 0.0), "maximize": True},
+            # Size steps that reach their bound.
+            {"size_update_period": 1, "lr": 0.8, "scalar_lr_scale": 0.3},
+            {"size_update_period": 7, "scalar_lr_scale": 1.0},
+            {"param_max_rms": 0.2, "param_min_rms": 0.05, "scalar_max": 0.5, "lr": 0.1},
+        )
+    ],
+}
+CASES = [(name, options) for name, sets in OPTIONS.items() for options in sets]
+CLIPPED = {
+    "often": {"clipping_scale": 1.1, "clipping_update_period": 5},
+    "early": {"clipping_scale": 0.7, "clipping_update_period": 30},
+    "late": {"clipping_scale": 0.5, "clipping_update_period": 50},
+    "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
+}
+
+
+def gradients(draw, step):
+    """Loud and quiet steps, a None now and then, a block of zeros."""
+    loud = 30.0 if step % 7 == 5 else 1.0
+    found = [np.array(draw.normal(size=shape) * loud) for shape in SHAPES]
+    if step % 5 == 3:
+        found[1] = None
+    if step % 4 == 2:
+        found[0] = np.zeros(SHAPES[0])
+    return found
+
+
+def deviation(name, options, mode, *, make=None, rate=None):
+    """Largest difference of a weight, relative to its parameter's largest weight ever.
+
+    Args:
+        name: Of ``PAIRS``.
+        options: Of both optimizers.
+        mode: Of the optimizer alone.
+        make: In place of the optimizer of that name.
+        rate: The learning rate of a step, where it changes.
+    """
+    worst = 0.0
+    for seed in range(2):
+        draw = np.random.default_rng(seed)
+        expected = [np.array(draw.normal(size=s) * x) for s, x in zip(SHAPES, SCALES, strict=True)]
+        params = [torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in expected]
+        optimizer = (make or PAIRS[name][0])(params, **options, **mode)
+        reference = PAIRS[name][1](**options)
+        largest = [np.abs(w).max(initial=1e-30) for w in expected]
+        for step in range(60):
+            if rate is not None:
+                optimizer.param_groups[0]["lr"] = rate(step)
+                reference.lr = float(rate(step))
+            grads = gradients(draw, step)
+            for p, g in zip(params, grads, strict=True):
+                p.grad = None if g is None else torch.tensor(g)
+            optimizer.step()
+            reference.step(expected, grads)
+            for place, (p, w) in enumerate(zip(params, expected, strict=True)):
+                largest[place] = max(largest[place], np.abs(w).max(initial=0.0))
+                off = np.abs(p.detach().numpy() - w).max(initial=0.0) / largest[place]
+                assert not np.isnan(off)
+                worst = max(worst, float(off))
+    return worst
+
+
+@pytest.mark.few(30)
+@every_mode
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_equals_the_reference(name, options, mode):
+    # Float64 on both sides; 60 steps of rounding in another order.
+    assert deviation(name, options, mode) < 1e-12
+
+
+@covering(options=CLIPPED, recipe=RECIPES, mode=MODES)
+def test_clips_as_the_reference(options, recipe, mode):
+    # Norms and thresholds are float32, as the originals keep them.
+    assert deviation("scaled_adam", {**options, "recipe": recipe}, mode) < 1e-6
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "rate", [lambda step: 0.05 / (1 + step), lambda step: torch.tensor(0.03)], ids=["falls", "fp32"]
+)
+def test_a_rate_that_changes_or_has_few_digits(name, rate):
+    """The product of one in float32 with a factor is taken in the weights' type."""
+    assert deviation(name, {}, {}, rate=rate) < 1e-12
+
+
+def test_the_state_of_the_current_recipe_is_float32():
+    # Rounding of a float32 state, 60 steps of it.
+    assert 1e-12 < deviation("scaled_adam", {}, {}, make=ScaledAdam) < 1e-5
+
+
+def test_lamb_without_trust_ratio_is_adamw():
+    """torch's AdamW decays by the weight before the step too, and adds eps after the root."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(20, dtype=torch.float64, generator=draw)
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    one = LAMB([ours], lr=1e-2, weight_decay=0.1, eps=1e-8, adapt=False)
+    two = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, eps=1e-8)
+    for _ in range(30):
+        ours.grad = torch.randn(20, dtype=torch.float64, generator=draw)
+        theirs.grad = ours.grad.clone()
+        one.step()
+        two.step()
+    # Float64, 30 steps of a few roundings each.
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
+
+
+@every_mode
+def test_lambs_norm_is_that_of_all_groups(mode):
+    """A gradient in one group scales down those of another."""
+    moved = []
+    for size in (1.0, 100.0):
+        params = [torch.ones(4, requires_grad=True) for _ in range(2)]
+        groups = [{"params": [params[0]]}, {"params": [params[1]], "lr": 0.0}]
+        optimizer = LAMB(groups, max_grad_norm=1.0, eps=1.0, **mode)
+        params[0].grad, params[1].grad = torch.ones(4), torch.full((4,), size)
+        optimizer.step()
+        moved.append(float(optimizer.state[params[0]]["exp_avg"][0].detach()))
+    # (1 - beta1) over the norm.
+    assert moved == pytest.approx([0.1 / 8**0.5, 0.1 / (4 + 4e4) ** 0.5], rel=1e-6)
+
+
+# Type, gradients of each of four parameters of eight elements, and whether a step is taken.
+NORMS = {
+    "large": (torch.float32, [4e18] * 4, True),
+    "joint past float32": (torch.float32, [6e18] * 4, True),
+    "one past float32": (torch.float32, [1e19, 1, 1, 1], False),
+    "16 bits, one past float32": (torch.bfloat16, [1e19, 1, 1, 1], False),
+    "joint past float64": (torch.float64, [4e153] * 4, True),
+    "one past float64": (torch.float64, [1e154, 1, 1, 1], False),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_norms_past_the_range_of_a_type(case, mode):
+    """A step is skipped where a tensor's own square sum overflows, not where their sum does."""
+    dtype, sizes, is_taken = case
+    params = [torch.ones(8, dtype=dtype, requires_grad=True) for _ in sizes]
+    optimizer = LAMB(params, lr=0.1, max_grad_norm=1.0, **mode)
+    for p, size in zip(params, sizes, strict=True):
+        p.grad = torch.full((8,), size, dtype=dtype)
+    optimizer.step()
+    assert optimizer.skipped == (not is_taken)
+    # (1 - beta1) times the gradient over the norm of all 32 elements.
+    expected = 0.1 / 32**0.5 if is_taken else 0.0
+    for p in params:
+        moment = optimizer.state[p]["exp_avg"]
+        torch.testing.assert_close(moment, torch.full_like(moment, expected), rtol=1e-6, atol=0)
+        # AdamW's first step is of one in every element, and as long as the weight: ratio 1 / 1.01.
+        left = torch.full_like(p, 0.9 if is_taken else 1.0)
+        torch.testing.assert_close(p, left, rtol=5e-3 if dtype is torch.bfloat16 else 1e-6, atol=0)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [LAMB, LANS])
+def test_a_weight_whose_norm_is_past_its_type_stays_finite(kind, mode):
+    params = [torch.full((8,), size, requires_grad=True) for size in (1e20, 1.0)]
+    optimizer = kind(params, lr=0.1, weight_decay=0.5, **mode)
+    for p in params:
+        p.grad = torch.ones(8)
+    optimizer.step()
+    assert optimizer.skipped == 0
+    # Ratio 1: no more than the decay, which here is along one direction or both.
+    torch.testing.assert_close(params[0].detach(), torch.full((8,), 0.95e20), rtol=1e-5, atol=0)
+    torch.testing.assert_close(params[1].detach(), torch.full((8,), 0.9), rtol=1e-5, atol=0)
+
+
+def test_squares_that_are_finite_may_overflow_in_their_sum():
+    """Eight squares of 9e18 are more than float32 holds, and four are not."""
+    rows, taken = torch.tensor([[1.0], [9e18], [1.0]]), torch.tensor([True])
+    for period, fits in ((2, True), (4, False)):
+        assert scaled_adam_rule.finite(rows, taken, torch.float32, period).item() is fits
+        ring, first = torch.zeros(1, period), torch.zeros(1)
+        kept = scaled_adam_rule.remembered(ring, rows[1], first, taken)[0, 0]
+        assert kept == (rows[1] if fits else 0.0)
+    # Where they are not used they stop no step.
+    rows = torch.tensor([[1.0, 1.0, torch.inf], [1e30, 1e30, 1.0], [1.0, torch.nan, 1.0]])
+    needed = torch.tensor([True, False, False])
+    assert scaled_adam_rule.finite(rows, needed, torch.float32, 4).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_host_that_does_not_look_ahead_takes_the_same_steps(recipe, period, monkeypatch):
+    options = {"clipping_scale": 1.1, "clipping_update_period": 50, "size_update_period": period}
+
+    def trained():
+        draw = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=draw).requires_grad_() for n in (1, 5, 40)]
+        optimizer = ScaledAdam(params, recipe=recipe, fused=True, **options)
+        for step in range(60):
+            for p in params:
+                scale = torch.inf if step == 30 else step % 7
+                p.grad = scale * torch.randn(p.shape, generator=draw)
+            optimizer.step()
+        return [*params, *(s for p in params for s in optimizer.state[p].values())]
+
+    expected = trained()
+    # As on an accelerator: every flag may hold, and masks alone decide.
+    for module in (clipping, scaled_adam, scaled_adam_rule):
+        monkeypatch.setattr(module, "may_hold", lambda flags: True)
+    for a, b in zip(trained(), expected, strict=True):
+        assert torch.equal(a, b)
