@@ -83,6 +83,16 @@ def make_trainer(task=None, *, seed=0, dtype="float32", **options):
     return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
 
 
+def weights(trainer):
+    """A copy of a model's parameters."""
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def worst(one, two):
+    """The largest difference of two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
+
+
 @contextmanager
 def planned(plan):
     """Makes every plan of ``advise`` this one, and measures no speed for long."""
