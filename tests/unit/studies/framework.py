@@ -147,11 +147,11 @@ def environment():
 
 
 @contextmanager
-def python(*arguments, stderr=subprocess.DEVNULL):
+def python(*arguments):
     """Another Python process; at the end nothing of its process group is left."""
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment(), cwd=ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=stderr, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         yield process
@@ -159,13 +159,6 @@ def python(*arguments, stderr=subprocess.DEVNULL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def launched(folder, **given):
-    """The program, which resumes a run in a process of its own."""
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    command = ["-m", "steadygrad", read_run(folder).header.study, "--resume", str(folder), *flags]
-    return python(*command, stderr=subprocess.PIPE)
 
 
 def left(folder):

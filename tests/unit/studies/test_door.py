@@ -124,6 +124,13 @@ def exchanges(model, lr):
     return SGD(model.parameters(), lr=lr)
 
 
+class Unsavable(SGD):
+    """Its state holds what only a pickle can keep."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "odd": make_task}
+
+
 EXTRA = nn.Parameter(torch.ones(8))
 OTHER = make_model()
 
@@ -169,6 +176,7 @@ OTHER = make_model()
             "optimizer_takes",
             {"make_optimizer": lambda ps, lr: SGD([*ps], lr), "optimizer_takes": "model"},
         ),
+        ("optimizer's state", {"make_optimizer": lambda ps, lr: Unsavable(ps, lr=lr)}),
         ("per_sample_loss", {"per_sample_loss": lambda model, batch: losses(OTHER, batch)}),
     ],
 )

@@ -1,6 +1,7 @@
 """The training loop: micro-batches, orders, generators, learning rates, states."""
 
 import math
+import pickle
 import random
 from dataclasses import replace
 
@@ -414,6 +415,24 @@ def test_a_checkpoint_keeps_every_bit(tmp_path, dtype):
     assert len(rest[0]) == 20
     assert one.steps == two.steps == 40
     assert worst(weights(one), weights(two)) == 0.0
+
+
+def flipped(data):
+    return data[:500] + bytes([data[500] ^ 1]) + data[501:]
+
+
+@pytest.mark.parametrize(
+    "damage", [flipped, lambda data: data[:100], lambda data: pickle.dumps({"name": "here"})]
+)
+def test_a_checkpoint_that_cannot_be_trusted_is_none(tmp_path, damage):
+    checkpoints, path = Checkpoints(tmp_path), tmp_path / "checkpoints" / "here.pt"
+    checkpoints.save("here", make_trainer().state(80))
+    path.write_bytes(damage(path.read_bytes()))
+    assert checkpoints.load("here", 80) is None
+    # That of another point.
+    checkpoints.save("there", make_trainer().state(80))
+    path.with_name("there.pt").rename(path)
+    assert checkpoints.load("here", 80) is None
 
 
 def test_a_state_is_a_copy_on_the_host():
