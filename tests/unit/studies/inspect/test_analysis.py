@@ -23,13 +23,6 @@ def Proposal(loss_scale, layer_scales):
     return schema.Proposal(loss_scale=loss_scale, layer_scales=layer_scales)
 
 
-def phases(before, search, largest, **fields):
-    """The first two phases; both see the same largest gradients."""
-    plain = fields.pop("plain", None)
-    both = parts("before", before, largest, **fields)
-    return both + parts("search", search, largest, plain=plain)
-
-
 def diagnose(parts):
     return analysis.diagnose(by_phase(Results(parts)))
 
