@@ -7,7 +7,7 @@ import pytest
 
 from steadygrad.studies import work
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.executors import cuda_devices, dask_workers
+from steadygrad.studies.executors import cuda_devices, dask_workers, made_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed
 from steadygrad.studies.trials import makespan
@@ -153,24 +153,26 @@ def pools(tmp_path, monkeypatch):
     sys.modules.pop("pools_of_mine", None)
 
 
-@pytest.mark.parametrize(("spec", "workers"), [("{file}:threads", 0), ("pools_of_mine:Own", 2)])
-def test_an_executor_of_ones_own_gives_the_same_files(whole, pools, tmp_path, spec, workers):
-    spec = spec.format(file=pools)
-    outcome, watcher = begin(tmp_path / "run", at=None, workers=workers, executor=spec)
-    assert outcome.summary.status == "complete"
-    assert watcher.lines == []
-    assert timeless(tmp_path / "run") == timeless(whole)
-    assert left(tmp_path / "run") == FILES
+@pytest.mark.parametrize(
+    ("spec", "workers", "count"), [("{file}:threads", 0, 3), ("pools_of_mine:Own", 2, 2)]
+)
+def test_an_executor_of_ones_own(pools, spec, workers, count):
+    made = made_workers(spec.format(file=pools), workers)
+    assert made.count() == count
+    assert made.submit(abs, -1).result() == 1
+    made.close()
 
 
 def test_a_run_goes_on_with_or_without_an_executor(whole, pools, tmp_path):
     folder = tmp_path / "run"
     begin(folder, at=400)
     part(folder, 2000, executor=f"{pools}:threads")
+    part(folder, 4000, workers=2, executor="pools_of_mine:Own")
     assert read_run(folder).header.settings.executor == ""
     _, watcher = go_on(folder)
     assert watcher.lines == []
     assert timeless(folder) == timeless(whole)
+    assert left(folder) == FILES
 
 
 def test_an_executor_that_is_lost_twice_keeps_the_run(pools, tmp_path):
@@ -195,10 +197,9 @@ def test_an_executor_that_is_lost_twice_keeps_the_run(pools, tmp_path):
         ("json:dumps", "TypeError"),
     ],
 )
-def test_what_makes_no_executor_is_refused(pools, tmp_path, spec, part):
+def test_what_makes_no_executor_is_refused(pools, spec, part):
     with refused(part):
-        begin(tmp_path / "run", workers=0, executor=spec.format(file=pools))
-    assert not (tmp_path / "run").exists()
+        made_workers(spec.format(file=pools), 0)
 
 
 def test_two_ways_to_run_trials_are_refused(pools, tmp_path):

@@ -331,24 +331,12 @@ def test_keep_half_life(seen):
     assert plain.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(torch.optim.SGD):
     """Two betas, neither of them a second moment's."""
 
-    betas = (0.9, 0.99)
-
     def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr, "betas": self.betas})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.sub_(average.lerp_(p.grad, 0.01).sign(), alpha=group["lr"])
-
-
-class Three(Lion):
-    betas = (0.98, 0.92, 0.99)
+        super().__init__(params, lr, momentum=0.9)
+        self.param_groups[0]["betas"] = (0.9, 0.99)
 
 
 def stepped(kind):
@@ -368,14 +356,13 @@ def test_the_second_of_two_betas_keeps_its_half_life(kind):
     assert optimizer.param_groups[0]["betas"] == pytest.approx((beta1, beta2**4), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Lion, Three])
-def test_other_betas_are_refused_where_it_is_asked_for(kind):
-    assert not has_second_moment(stepped(kind), needed=False)
+def test_other_betas_are_refused_where_it_is_asked_for():
+    assert not has_second_moment(stepped(Lion), needed=False)
     # Without betas only the weight decay follows.
     assert not has_second_moment(stepped(torch.optim.SGD), needed=True)
     # By a study before it begins.
-    task = make_task(make_optimizer=lambda params, lr: kind(params, lr))
-    with pytest.raises(InputError, match="`--keep-half-life`"):
+    task = make_task(make_optimizer=lambda params, lr: Lion(params, lr))
+    with pytest.raises(InputError, match="keep-half-life"):
         make_trainer(task, keep_half_life=True).check_task()
 
 
