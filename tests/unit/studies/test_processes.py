@@ -176,7 +176,7 @@ def finish(name, folder, workers):
 
 @pytest.fixture(scope="module", params=STUDIES)
 def study(request, tmp_path_factory):
-    """A study's name, a run of it that was stopped early on, and the same run gone on to its end."""
+    """A study's name, a run of it that was stopped early on, and the same run at its end."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     fixed = ["--device", "cpu", "--threads", "1", "--workers", "2", "--out", str(folder)]
     arguments = [request.param, tiny(), *STUDIES[request.param], *fixed]
