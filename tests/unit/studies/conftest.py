@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.unit.studies.framework import begin
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -11,3 +13,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of one complete run of the hand-made plan, for tests that only read it."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    begin(folder, at=None)
+    return folder

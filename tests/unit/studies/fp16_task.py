@@ -1,16 +1,13 @@
 """Tasks in which one named layer makes infinities on the way back, for some samples only."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from steadygrad.tasks import Task, TensorSamples
-from steadygrad.tasks.char_lm import char_lm
 from tests.unit.studies.tiny_task import make_task
 
 # About one row in 44, and one batch of four in eleven.
@@ -80,8 +77,6 @@ always_overflowing = partial(overflowing, hot=-math.inf)
 sequential = partial(make_task, make_model=lambda: Net(residual=False, explodes=True))
 residual = partial(make_task, make_model=lambda: Net(residual=True, explodes=True))
 healthy = partial(make_task, make_model=lambda: Net(residual=True, explodes=False))
-# For every sample.
-always = partial(make_task, make_model=lambda: Net(residual=True, explodes=True, hot=-math.inf))
 
 
 def batch_norm() -> Task:
@@ -127,80 +122,3 @@ def lossless() -> Task:
 def compiled() -> Task:
     """The same by the compiler, which gives up after a number of other hooks."""
     return make_task(make_model=lambda: torch.compile(wide_net(), backend="eager", fullgraph=True))
-
-
-def samples(n: int, seed: int, target: Callable[[Tensor], Tensor]) -> TensorSamples:
-    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorSamples((x, target(x)))
-
-
-def hinge() -> Task:
-    """The more it has learnt, the fewer samples have any gradient."""
-
-    def side(x: Tensor) -> Tensor:
-        return torch.sign(x[:, :1] + 0.3 * x[:, 1:2])
-
-    return make_task(
-        make_model=wide_net,
-        train=samples(4096, 0, side),
-        valid=samples(64, 1, side),
-        batch_size=32,
-        lr=0.002,
-        per_sample_loss=lambda m, b: functional.relu(1 - b[1] * m(b[0])).mean(dim=1),
-    )
-
-
-def spiky() -> Task:
-    """Nothing is wrong; a few targets are large."""
-
-    def target(x: Tensor) -> Tensor:
-        rare = torch.arange(len(x))[:, None] % 100 == 7
-        return torch.tanh(x[:, :1]) + torch.where(rare, 2000.0, 0.0)
-
-    return make_task(make_model=wide_net, train=samples(4096, 0, target), lr=1e-3)
-
-
-class Faint(torch.autograd.Function):
-    """Identity; the gradient becomes much smaller."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2.0**-18
-
-
-class Step(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Faint.apply(x)
-
-
-class HalfTable(nn.Embedding):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).half()
-
-
-class Padded(nn.Module):
-    """Of forty positions one is no padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = HalfTable(2000, 8), nn.Linear(8, 1)
-        self.first, self.second = Step(), Step()
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x[:, :1].abs() * 500).long().clamp(max=1999).repeat(1, 40)
-        mask = torch.zeros(1, 40, 1, dtype=torch.half)
-        mask[0, 0] = 1
-        return self.head((self.second(self.first(self.table(tokens))) * mask).sum(1))
-
-
-padded = partial(make_task, make_model=Padded)
-
-
-def small_char_lm() -> Task:
-    """The built-in language model, narrower and evaluated on less."""
-    task = char_lm(context=32, width=48)
-    return replace(task, valid=TensorSamples(task.valid.batch(torch.arange(0, 256, 8))))

@@ -83,6 +83,16 @@ def make_trainer(task=None, *, seed=0, dtype="float32", **options):
     return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
 
 
+def weights(trainer):
+    """A copy of a model's parameters."""
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def worst(one, two):
+    """The largest difference of two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
+
+
 @contextmanager
 def planned(plan):
     """Makes every plan of ``advise`` this one, and measures no speed for long."""
@@ -137,11 +147,11 @@ def environment():
 
 
 @contextmanager
-def python(*arguments, stderr=subprocess.DEVNULL):
+def python(*arguments):
     """Another Python process; at the end nothing of its process group is left."""
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment(), cwd=ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=stderr, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         yield process
@@ -149,13 +159,6 @@ def python(*arguments, stderr=subprocess.DEVNULL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def launched(folder, **given):
-    """The program, which resumes a run in a process of its own."""
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    command = ["-m", "steadygrad", read_run(folder).header.study, "--resume", str(folder), *flags]
-    return python(*command, stderr=subprocess.PIPE)
 
 
 def left(folder):

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,11 @@ def rewrite_header(folder: Path, change: Any) -> None:
     rewrite(folder / HEADER, change)
 
 
-def assert_one_line(error: pytest.ExceptionInfo[InputError], *parts: str) -> None:
+@contextmanager
+def refused(*parts: str, kind: type[InputError] = InputError) -> Iterator[pytest.ExceptionInfo]:
+    """Expects an error that is one line, with these parts in it."""
+    with pytest.raises(kind) as error:
+        yield error
     text = str(error.value)
     assert "\n" not in text
-    for part in parts:
-        assert part in text, text
-
-
-def no_space(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+    assert all(part in text for part in parts), text

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from steadygrad._checks import InputError
 from steadygrad.studies import work
 from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.advise.trials import TRIALS
@@ -21,16 +20,15 @@ from steadygrad.studies.trials import Trial
 from steadygrad.studies.work import Coordinator, finished
 from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import Watcher, timeless
-from tests.unit.studies.results import make_header
+from tests.unit.studies.results import make_header, refused
 
 
 def point(number, loss=None):
-    loss = float(number) if loss is None else loss
-    return Point(point=number, samples=1, steps=1, valid_loss=loss)
+    loss = number if loss is None else loss
+    return Point(point=number, samples=1, steps=1, valid_loss=float(loss))
 
 
 def job(number, loss=None):
-    loss = float(number) if loss is None else loss
     return {"kind": "point", "point": number, "loss": loss}
 
 
@@ -136,7 +134,7 @@ def graph():
 
 def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     orders, files = set(), []
-    for seed in range(20):
+    for seed in range(10):
         setting = Setting(graph(), tmp_path / str(seed), seed=seed)
         assert setting.run(monkeypatch) == ALL
         assert sorted(setting.executor.ran) == list(range(8))
@@ -154,7 +152,7 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     assert serial.run(monkeypatch, pool=False) == ALL
     assert all(found == serial.files for found in files)
     # Else the lines above say nothing.
-    assert len(orders) > 5
+    assert len(orders) > 3
 
 
 def test_the_longest_chain_begins_first(tmp_path, monkeypatch):
@@ -183,7 +181,7 @@ def adaptive():
     ]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_adaptive_trials(tmp_path, monkeypatch, seed):
     setting = Setting(adaptive(), tmp_path / "a", seed=seed)
     expected = [point(0), point(1), point(3), point(6), point(20, 1.5)]
@@ -193,6 +191,13 @@ def test_adaptive_trials(tmp_path, monkeypatch, seed):
     serial = Setting(adaptive(), tmp_path / "b")
     assert serial.run(monkeypatch, pool=False) == expected
     assert serial.files == setting.files
+    for pool in (True, False):
+        again = Setting(adaptive(), tmp_path / "a", known=expected)
+        assert again.run(monkeypatch, pool) == expected
+        assert again.executor.ran == []
+        # What a run holds, and what it makes needless, tells no speed.
+        assert again.monitor.before == again.monitor.done == 61
+        assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
 
 
 def search(results):
@@ -208,7 +213,7 @@ def test_results_may_call_for_more_trials(tmp_path, monkeypatch, way):
     assert setting.executor.most == (2 if way == "parallel" else 0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way", ["parallel", "serial"])
 def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, seed, way):
     first = Setting(graph(), tmp_path, seed=seed)
@@ -226,17 +231,6 @@ def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, see
     assert not (tmp_path / "stop").exists()
 
 
-def test_what_is_there_is_not_run_again_and_is_done_from_the_beginning(tmp_path, monkeypatch):
-    known = Setting(adaptive(), tmp_path).run(monkeypatch)
-    for way in ("parallel", "serial"):
-        again = Setting(adaptive(), tmp_path, known=known)
-        assert again.run(monkeypatch, way == "parallel") == known
-        assert again.executor.ran == []
-        # What a run holds, and what it makes needless, tells no speed.
-        assert again.monitor.before == again.monitor.done == 61
-        assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
-
-
 # Workers that die
 
 
@@ -249,21 +243,17 @@ LOST = {
 
 @pytest.mark.parametrize("fault", LOST)
 def test_lost_workers_are_made_once_more(tmp_path, monkeypatch, fault):
-    setting = Setting(graph(), tmp_path)
+    setting = Setting(graph(), tmp_path / "once")
     setting.executor.faults = {3: [LOST[fault]]}
     assert setting.run(monkeypatch) == ALL
     assert (setting.made, len(setting.monitor.lines)) == (2, 1)
     assert setting.monitor.done == 80
-
-
-@pytest.mark.parametrize("fault", LOST)
-def test_workers_lost_twice_are_the_end(tmp_path, monkeypatch, fault):
-    setting = Setting(graph(), tmp_path)
+    setting = Setting(graph(), tmp_path / "twice")
     setting.executor.faults = {3: [LOST[fault]], 5: [LOST[fault]]}
-    with pytest.raises(InputError, match="--workers") as found:
+    with refused("--workers") as found:
         setting.run(monkeypatch)
     assert isinstance(found.value.__cause__, (CancelledError, OSError, BrokenProcessPool))
-    assert "\n" not in str(found.value) + setting.monitor.lines[0]
+    assert "\n" not in setting.monitor.lines[0]
     assert len(setting.files) == len(list(setting.results)) >= 3
     assert (setting.made, setting.ended) == (2, 2)
 
@@ -298,11 +288,10 @@ def test_workers_lost_while_nothing_ran(tmp_path, monkeypatch):
     assert (faults, setting.made) == ([], 2)
 
 
-@pytest.mark.parametrize("kind", [Diverged, InputError])
-def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypatch, kind):
+def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypatch):
     setting = Setting(graph(), tmp_path)
-    setting.executor.faults = {4: [failing(kind("it broke"))]}
-    with pytest.raises(kind, match=r"^trial 4: it broke$"):
+    setting.executor.faults = {4: [failing(Diverged("it broke"))]}
+    with pytest.raises(Diverged, match=r"^trial 4: it broke$"):
         setting.run(monkeypatch)
     kept = {result.point for result in setting.results}
     assert kept == {*setting.executor.ran} - {4}

@@ -1,6 +1,7 @@
-"""The training loop: micro-batches, generators, learning rates, states."""
+"""The training loop: micro-batches, orders, generators, learning rates, states."""
 
 import math
+import pickle
 import random
 from dataclasses import replace
 
@@ -10,68 +11,43 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
+from steadygrad.optim import LANS
+from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order, main_order
+from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
+from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 from steadygrad.studies.work import work_on, workplace
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
-from tests.unit.studies.framework import (
-    PLAN,
-    begin,
-    make_trainer,
-)
+from tests.unit.studies.framework import PLAN, make_trainer, weights, worst
 from tests.unit.studies.results import RUNTIME, changed, make_header
-from tests.unit.studies.tiny_task import make_task, without_dropout
-
-
-def weights(trainer):
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def gradients(trainer, indices):
-    trainer.model.zero_grad()
-    loss = trainer.backward(indices)
-    return float(loss), [parameter.grad.clone() for parameter in trainer.model.parameters()]
-
-
-def worst(one, two):
-    return max(float((a - b).abs().max()) for a, b in zip(one, two, strict=True))
-
+from tests.unit.studies.tiny_task import losses, make_task, without_dropout
 
 # Micro-batches
 
 
-@pytest.mark.parametrize("micro", [1, 5, 8, 23])
-def test_micro_batches_give_the_gradient_of_the_whole_batch(micro):
-    """Five of 24 leaves a ragged micro-batch of four, 23 one of one."""
-    indices = Order(4096, 0, "here").take(0, 24)
-    whole = gradients(make_trainer(without_dropout(), dtype="float64"), indices)
-    split = make_trainer(without_dropout(), dtype="float64", micro_batch_size=micro)
-    found = gradients(split, indices)
-    # float64 sums of 24 numbers near one, in another order.
-    assert found[0] == pytest.approx(whole[0], abs=1e-14)
-    assert worst(found[1], whole[1]) < 1e-14
-
-
-@pytest.mark.parametrize("micro", [3, 8])
-def test_a_run_with_micro_batches_is_the_run_without(micro):
+@pytest.mark.parametrize("micro", [1, 8, 19])
+def test_micro_batches_change_no_number(micro):
+    """Eight of 20 leaves a ragged micro-batch of four, 19 one of one."""
     runs = []
     for size in (None, micro):
         trainer = make_trainer(without_dropout(), dtype="float64", micro_batch_size=size)
+        trainer.backward(torch.arange(20))
+        gradient = [parameter.grad.clone() for parameter in trainer.model.parameters()]
         trainer.restart()
         list(trainer.run(main_order(4096, 0), 0, 400, 20))
-        runs.append((weights(trainer), trainer.take_losses(), trainer.evaluate()))
+        runs.append((gradient, weights(trainer), trainer.take_losses(), trainer.evaluate()))
+    whole, split = runs
+    # float64 sums of 20 numbers near one, in another order.
+    assert worst(whole[0], split[0]) < 1e-14
     # Rounding of 20 steps; Adam divides by small second moments.
-    assert worst(runs[0][0], runs[1][0]) < 1e-12
-    assert runs[0][1] == pytest.approx(runs[1][1], abs=1e-12)
-    assert len(runs[0][1]) == 20
-    assert runs[0][2] == pytest.approx(runs[1][2], abs=1e-12)
+    assert worst(whole[1], split[1]) < 1e-12
+    assert whole[2] == pytest.approx(split[2], abs=1e-12)
+    assert len(whole[2]) == 20
+    assert whole[3] == pytest.approx(split[3], abs=1e-12)
 
 
 def measured(trainer, folder):
@@ -85,7 +61,7 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
 
     def watched(model, batch):
         seen.append(len(batch[0]))
-        return tiny_task.losses(model, batch)
+        return losses(model, batch)
 
     trainer = make_trainer(make_task(per_sample_loss=watched, micro_batch_size=6, batch_size=16))
     trainer.check_task()
@@ -108,42 +84,8 @@ def test_out_of_memory_halves_the_micro_batch():
     # 100, 50, 25 do not fit.
     assert trainer.micro_batch_size == 12
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-
-
-def test_one_sample_that_does_not_fit_is_the_end():
-    def never(model, batch):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    trainer = make_trainer(make_task(per_sample_loss=never))
-    with pytest.raises(InputError, match="OutOfMemoryError: CUDA out of memory"):
-        trainer.fit_micro_batch(8)
-
-
-def test_a_loss_that_is_not_finite_in_the_largest_batch_is_seen_before_training():
-    x, y = make_task().train.batch(torch.arange(4096))
-    y[40] = math.nan
-    trainer = make_trainer(make_task(train=TensorSamples((x, y))))
-    trainer.check_task()
-    trainer.fit_micro_batch(32)
-    with pytest.raises(InputError, match=r"one finite.*Found 1 .*NaN in the data"):
-        trainer.fit_micro_batch(64)
-
-
-def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
-    class Full(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, losses):
-            return losses.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    trainer = make_trainer()
-    measured(trainer, tmp_path)
-    trainer.task = make_task(per_sample_loss=lambda m, b: Full.apply(tiny_task.losses(m, b)))
-    with pytest.raises(InputError, match=r"The backward pass .*out of memory"):
-        measured(trainer, tmp_path)
+    with pytest.raises(InputError, match="out of memory"):
+        make_trainer(tiny_task.out_of_memory(0)).fit_micro_batch(8)
 
 
 def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypatch):
@@ -165,27 +107,91 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypat
 
 
 def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch():
-    trainer = make_trainer(tiny_task.little_memory(), micro_batch_size=4)
+    trainer = make_trainer(tiny_task.out_of_memory(3), micro_batch_size=4)
     assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
-@pytest.mark.slow
-def test_a_study_that_runs_out_of_memory_ends_with_an_answer(tmp_path):
-    """Every batch is split, and all numbers but the noise scale's are those of whole batches."""
-    tight, _ = begin(tmp_path / "tight", "little_memory", at=None)
-    begin(tmp_path / "roomy", "without_dropout", at=None)
-    assert tight.summary.status == "complete"
-    assert tight.summary.recommendation.samples == 256
-    one, two = (read_run(tmp_path / name) for name in ("tight", "roomy"))
-    assert (one.header.runtime.micro_batch_size, two.header.runtime.micro_batch_size) == (2, 16)
-    assert [e.steps for e in one.select(Branch)] == [e.steps for e in two.select(Branch)]
-    for kind, name in ((Point, "valid_loss"), (Branch, "loss"), (Scratch, "loss")):
-        losses = [[getattr(event, name) for event in run.select(kind)] for run in (one, two)]
-        # float32 sums in another order, over at most 64 steps.
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    used = [[event.samples for event in run.select(Noise)] for run in (one, two)]
-    assert used[0] == used[1] == [64, 64]
+def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
+    def per_sample_loss(model, batch):
+        found = losses(model, batch)
+        found.register_hook(tiny_task.boom)
+        return found
+
+    trainer = make_trainer()
+    measured(trainer, tmp_path)
+    trainer.task = make_task(per_sample_loss=per_sample_loss)
+    with pytest.raises(InputError, match="per_sample_loss"):
+        measured(trainer, tmp_path)
+
+
+def test_losses_that_are_not_finite_are_refused():
+    x, y = make_task().train.batch(torch.arange(4096))
+    y[40] = math.nan
+    trainer = make_trainer(make_task(train=TensorSamples((x, y))))
+    trainer.check_task()
+    trainer.fit_micro_batch(32)
+    # In the largest batch, before training.
+    with pytest.raises(InputError, match="per_sample_loss"):
+        trainer.fit_micro_batch(64)
+    trainer = make_trainer(tiny_task.diverging())
+    with pytest.raises(InputError, match=r"Task\.lr"):
+        list(trainer.run(main_order(4096, 0), 0, 400, 4))
+
+
+def test_worker_processes_that_make_batches_change_no_number():
+    found = []
+    for workers in (0, 2):
+        trainer = make_trainer(make_task(loader_workers=workers), micro_batch_size=3)
+        trainer.seed_everything("run")
+        list(trainer.run(main_order(4096, 0), 0, 80, 8))
+        found.append((trainer.take_losses(), trainer.evaluate(), draws()))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 10
+
+
+def test_the_speed_is_measured_without_making_all_batches_of_a_run():
+    """Worker processes are handed numbers of samples as the training asks for them."""
+    trainer = make_trainer(make_task(loader_workers=1))
+    run = trainer.run(main_order(4096, 0), 0, 1 << 40, 8)
+    assert [next(run) for _ in range(3)] == [8, 16, 24]
+
+
+# Orders
+
+
+def test_seeds_are_the_same_everywhere_and_differ_by_name():
+    """Not Python's own hash, which differs from process to process."""
+    assert seed_for(0, "branch", 1, 2) == 9194378708319914590
+    names = [(s, kind, i) for s in range(3) for kind in ("a", "b") for i in range(3)]
+    assert len({seed_for(*name) for name in names}) == len(names)
+    assert seed_for(1, 23) != seed_for(12, 3)
+
+
+def test_every_epoch_holds_every_sample_once():
+    order = main_order(10, 0)
+    first, second = order.take(0, 10), order.take(10, 10)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(10))
+    assert first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_a_batch_size_does_not_change_the_order(size):
+    head = torch.tensor([4, 2, 9])
+    order = Order(10, 0, "x", head)
+    parts = [order.take(start, min(size, 40 - start)) for start in range(0, 40, size)]
+    epochs = [order.epoch(number) for number in range(4)]
+    assert torch.equal(torch.cat(parts), torch.cat([head, *epochs])[:40])
+
+
+def test_a_branch_starts_with_what_the_trajectory_has_not_seen():
+    seen = main_order(100, 5).take(0, 130)[100:]  # 30 into the second epoch
+    takes = [branch_order(100, 5, seen=130, stream=name) for name in "aab"]
+    heads = [branch.take(0, 70).tolist() for branch in takes]
+    assert {*heads[0]} == {*range(100)} - {*seen.tolist()}
+    assert sorted(takes[0].take(70, 100).tolist()) == list(range(100))
+    # Each has an order of its own.
+    assert heads[0] == heads[1] != heads[2]
 
 
 # Evaluation and generators
@@ -197,7 +203,7 @@ def test_evaluation_is_in_eval_mode(own):
 
     def evaluate(model, samples):
         modes.append([module.training for module in model.modules()])
-        return float(tiny_task.losses(model, samples.batch(torch.arange(len(samples)))).mean())
+        return tiny_task.mean(model, samples)
 
     def model():
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1))
@@ -221,57 +227,23 @@ def draws():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_every_generator_is_seeded_for_a_trial():
-    trainer = make_trainer()
+def test_every_generator_is_seeded_for_a_trial_and_evaluating_does_not_disturb_it():
+    trainer = make_trainer(make_task(evaluate=lambda model, samples: sum(draws())))
     trainer.seed_everything("branch", 0, 1)
-    first = draws()
-    trainer.seed_everything("branch", 0, 1)
-    assert draws() == first
-    trainer.seed_everything("branch", 0, 2)
-    assert all(a != b for a, b in zip(draws(), first, strict=True))
-    make_trainer(seed=1).seed_everything("branch", 0, 1)
-    assert all(a != b for a, b in zip(draws(), first, strict=True))
-
-
-def test_evaluating_does_not_disturb_any_generator():
-    def evaluate(model, samples):
-        return sum(draws())
-
-    trainer = make_trainer(make_task(evaluate=evaluate))
-    trainer.seed_everything("before")
     expected = draws()
-    trainer.seed_everything("before")
+    trainer.seed_everything("branch", 0, 1)
     first = trainer.evaluate()
     assert draws() == expected
     assert trainer.evaluate() == first  # and draws the same numbers each time
     trainer.task = make_task(evaluate=lambda *_: tiny_task.boom(draws()))
-    trainer.seed_everything("before")
-    with pytest.raises(InputError, match=r"Task\.evaluate should run"):
+    trainer.seed_everything("branch", 0, 1)
+    with pytest.raises(InputError, match=r"Task\.evaluate"):
         trainer.evaluate()
     assert draws() == expected
-
-
-def test_targets_keep_their_type():
-    """1001 is not a bfloat16 number."""
-    seen = []
-
-    def watched(model, batch):
-        features, targets = batch
-        seen.append((features.dtype, targets.dtype, float(targets[0])))
-        return (model(features.to(torch.bfloat16)).float() - targets).square().mean(dim=1)
-
-    data = TensorSamples((torch.randn(64, 8), torch.full((64, 1), 1001.0)))
-    trainer = make_trainer(
-        make_task(
-            make_model=lambda: nn.Linear(8, 1).to(torch.bfloat16),
-            per_sample_loss=watched,
-            train=data,
-            valid=data,
-        )
-    )
-    trainer.step(torch.arange(4))
-    trainer.evaluate()
-    assert set(seen) == {(torch.float32, torch.float32, 1001.0)}
+    trainer.seed_everything("branch", 0, 2)
+    assert all(a != b for a, b in zip(draws(), expected, strict=True))
+    make_trainer(seed=1).seed_everything("branch", 0, 1)
+    assert all(a != b for a, b in zip(draws(), expected, strict=True))
 
 
 # Learning rates
@@ -281,50 +253,53 @@ def rate_of(trainer):
     return trainer.optimizer.param_groups[0]["lr"]
 
 
-def test_the_rate_follows_the_rule_and_warms_up_from_the_tasks_own():
-    trainer = make_trainer()
-    trainer.set_rate(Rate(batch_size=16, factor=0.5))
-    assert rate_of(trainer) == pytest.approx(0.001 * 2 * 0.5)
-    for seen, factor in ((0, 1.0), (50, 1.5), (100, 2.0), (1000, 2.0)):
-        trainer.set_rate(Rate(batch_size=16, warmup_samples=100), seen)
-        assert rate_of(trainer) == pytest.approx(0.001 * factor)
-    trainer.set_rate(Rate(batch_size=16, warmup_samples=100, start=0.0), 25)
-    assert rate_of(trainer) == pytest.approx(0.001 * 0.5)
+OWN = {"warmup_samples": 100, "lr_decay": "linear"}
 
 
-def test_the_tasks_own_warm_up_and_decay():
-    task = make_task(warmup_samples=100, lr_decay="linear")
-    trainer = make_trainer(task)
-    for seen, factor in ((0, 0.0), (50, 0.5), (100, 1.0), (600, 0.5), (1100, 0.0)):
-        trainer.set_rate(Rate(total=1100), seen)
-        assert rate_of(trainer) == pytest.approx(0.001 * factor)
-    trainer.set_rate(Rate(), 600)  # a run whose end is not known does not decay
-    assert rate_of(trainer) == pytest.approx(0.001)
+@pytest.mark.parametrize(
+    ("task", "rate", "factors"),
+    [
+        ({}, Rate(16, factor=0.5), {0: 1.0}),
+        # The study's warm-up is from the task's own rate, or from another.
+        ({}, Rate(16, warmup_samples=100), {0: 1.0, 50: 1.5, 100: 2.0, 1000: 2.0}),
+        ({}, Rate(16, warmup_samples=100, start=0.0), {25: 0.5}),
+        # The task's own begins at zero, and is followed by its decay.
+        (OWN, Rate(total=1100), {0: 0.0, 50: 0.5, 100: 1.0, 600: 0.5, 1100: 0.0}),
+        # A run whose end is not known does not decay.
+        (OWN, Rate(), {600: 1.0}),
+    ],
+)
+def test_the_rate_follows_the_rule_and_its_schedule(task, rate, factors):
+    """In every group of an optimizer that is handed names and parameters."""
+
+    def make(named, lr):
+        assert [name for name, _ in named] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+        return torch.optim.SGD([{"params": [p], "lr": lr} for _, p in named])
+
+    made = make_task(make_optimizer=make, optimizer_takes="named_parameters", **task)
+    trainer = make_trainer(made)
+    for seen, factor in factors.items():
+        trainer.set_rate(rate, seen)
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        assert rates == pytest.approx([0.001 * factor] * 4)
 
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_step_takes_the_rate_in_the_middle_of_its_batch(size):
     """So that the mean rate over the samples is that of the schedule, whatever the batch size."""
     trainer = make_trainer(make_task(warmup_samples=64, lr_rule="constant"))
-    rates = []
-    for _ in trainer.run(main_order(4096, 0), 0, 64, size):
-        rates.append(rate_of(trainer))
+    rates = [rate_of(trainer) for _ in trainer.run(main_order(4096, 0), 0, 64, size)]
     assert rates[0] == pytest.approx(0.001 * size / 2 / 64)
     assert math.fsum(rates) / len(rates) == pytest.approx(0.0005)
+    # A branch goes on with the schedule.
+    next(trainer.run(main_order(4096, 0), 0, 8, 4, seen=32))
+    assert rate_of(trainer) == pytest.approx(0.001 * 34 / 64)
 
 
-def test_a_branch_goes_on_with_the_schedule():
-    trainer = make_trainer(make_task(warmup_samples=400))
-    next(trainer.run(main_order(4096, 0), 0, 8, 4, seen=200))
-    assert rate_of(trainer) == pytest.approx(0.001 * 202 / 400)
+# Half-lives
 
 
-def group_of(trainer):
-    group = trainer.optimizer.param_groups[0]
-    return group["betas"], group["lr"] * group["weight_decay"]
-
-
-@pytest.mark.parametrize("seen", [10, 100, 500])
+@pytest.mark.parametrize("seen", [10, 500])
 def test_keep_half_life(seen):
     """Four times the batch forgets and decays as much in a step as the task's own in four."""
     task = make_task(
@@ -332,34 +307,76 @@ def test_keep_half_life(seen):
         warmup_samples=100,
         lr_decay="cosine",
     )
-    trainer = make_trainer(task, keep_half_life=True)
-    trainer.set_rate(Rate(total=1000), seen)
-    (beta1, beta2), decay = group_of(trainer)
-    assert (beta1, beta2) == (0.9, 0.999)
-    assert decay == pytest.approx(0.1 * 0.001 * task.lr_factor(seen, 1000))
-    for rate in (Rate(16, total=1000), Rate(16, total=1000, warmup_samples=300)):
+    kept, plain = make_trainer(task, keep_half_life=True), make_trainer(task)
+
+    def options(trainer, rate):
         trainer.set_rate(rate, seen)
-        assert group_of(trainer)[0] == (0.9, pytest.approx(0.999**4, rel=1e-12))
+        group = trainer.optimizer.param_groups[0]
+        return group["betas"], group["lr"] * group["weight_decay"]
+
+    betas, decay = options(kept, Rate(total=1000))
+    assert betas == (0.9, 0.999)
+    assert decay == pytest.approx(0.1 * 0.001 * task.lr_factor(seen, 1000))
+    for rate in (
+        Rate(16, total=1000), Rate(16, total=1000, warmup_samples=300),
+        Rate(16, total=1000, factor=8.0),
+    ):  # fmt: skip
+        betas, found = options(kept, rate)
+        assert betas == (0.9, pytest.approx(0.999**4, rel=1e-12))
         # In samples the same, during the task's warm-up and decay as well.
-        assert group_of(trainer)[1] == pytest.approx(4 * decay)
-    plain = make_trainer(task)
-    plain.set_rate(Rate(16, total=1000), seen)
-    assert group_of(plain)[0] == (0.9, 0.999)
+        assert found == pytest.approx(4 * decay)
+    # At another rate than the task's own, at its own batch size.
+    assert options(kept, Rate(total=1000, factor=8.0))[1] == pytest.approx(decay)
+    assert options(plain, Rate(16, total=1000))[0] == (0.9, 0.999)
     assert plain.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
-def test_named_parameters_reach_the_optimizer():
-    names = []
+class Lion(torch.optim.SGD):
+    """Two betas, neither of them a second moment's."""
 
-    def make(named, lr):
-        names[:] = [name for name, _ in named]
-        return torch.optim.SGD([{"params": [p], "lr": lr} for _, p in named])
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr, momentum=0.9)
+        self.param_groups[0]["betas"] = (0.9, 0.99)
 
-    trainer = make_trainer(make_task(make_optimizer=make, optimizer_takes="named_parameters"))
-    assert names == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    trainer.set_rate(Rate(batch_size=16))
-    rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    assert rates == pytest.approx([0.002] * 4)
+
+def stepped(kind):
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax, LANS])
+def test_the_second_of_two_betas_keeps_its_half_life(kind):
+    optimizer, task = stepped(kind), make_task()
+    assert has_second_moment(optimizer, needed=True)
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    RateSetter(optimizer, task, True)(Rate(4 * task.batch_size))
+    assert optimizer.param_groups[0]["betas"] == pytest.approx((beta1, beta2**4), rel=1e-12)
+
+
+def test_other_betas_are_refused_where_it_is_asked_for():
+    assert not has_second_moment(stepped(Lion), needed=False)
+    # Without betas only the weight decay follows.
+    assert not has_second_moment(stepped(torch.optim.SGD), needed=True)
+    # By a study before it begins.
+    task = make_task(make_optimizer=lambda params, lr: Lion(params, lr))
+    with pytest.raises(InputError, match="keep-half-life"):
+        make_trainer(task, keep_half_life=True).check_task()
+
+
+def test_a_schedule_of_the_users_own_changes_nothing():
+    """Its wrapped step belongs to the optimizer that the factory made."""
+
+    def make(params, lr):
+        optimizer = torch.optim.AdamW(params, lr=lr)
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return optimizer
+
+    trainer = make_trainer(make_task(make_optimizer=make), keep_half_life=True)
+    trainer.check_task()
+    assert trainer.second_moment
 
 
 # States
@@ -385,6 +402,26 @@ def test_a_checkpoint_keeps_every_bit(tmp_path, dtype):
     assert len(rest[0]) == 20
     assert one.steps == two.steps == 40
     assert worst(weights(one), weights(two)) == 0.0
+
+
+def flipped(data):
+    """One bit of a weight is another."""
+    at = data.index(make_trainer().model[0].weight.detach().numpy().tobytes())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [flipped, lambda data: data[:100], lambda data: pickle.dumps({"name": "here"})]
+)
+def test_a_checkpoint_that_cannot_be_trusted_is_none(tmp_path, damage):
+    checkpoints, path = Checkpoints(tmp_path), tmp_path / "checkpoints" / "here.pt"
+    checkpoints.save("here", make_trainer().state(80))
+    path.write_bytes(damage(path.read_bytes()))
+    assert checkpoints.load("here", 80) is None
+    # That of another point.
+    checkpoints.save("there", make_trainer().state(80))
+    path.with_name("there.pt").rename(path)
+    assert checkpoints.load("here", 80) is None
 
 
 def test_a_state_is_a_copy_on_the_host():
@@ -414,34 +451,3 @@ def test_each_repeat_has_weights_of_its_own():
     assert worst(second, first) > 0.01
     assert trainer.steps == 0
     assert trainer.optimizer.state_dict()["state"] == {}
-
-
-def test_a_lazy_model_is_refused_with_the_remedy():
-    lazy = make_task(make_model=lambda: nn.Sequential(nn.LazyLinear(1)))
-    with pytest.raises(InputError, match=r"lazy parameters.*Remedy.*one batch through it"):
-        make_trainer(lazy)
-
-
-@pytest.mark.parametrize("micro", [None, 3])
-def test_worker_processes_that_make_batches_change_no_number(micro):
-    found = []
-    for workers in (0, 2):
-        trainer = make_trainer(make_task(loader_workers=workers), micro_batch_size=micro)
-        trainer.seed_everything("run")
-        list(trainer.run(main_order(4096, 0), 0, 80, 8))
-        found.append((trainer.take_losses(), trainer.evaluate(), draws()))
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 10
-
-
-def test_the_speed_is_measured_without_making_all_batches_of_a_run():
-    """Worker processes are handed numbers of samples as the training asks for them."""
-    trainer = make_trainer(make_task(loader_workers=1))
-    run = trainer.run(main_order(4096, 0), 0, 1 << 40, 8)
-    assert [next(run) for _ in range(3)] == [8, 16, 24]
-
-
-def test_a_loss_that_is_not_finite_is_said_with_the_remedy():
-    trainer = make_trainer(tiny_task.diverging())
-    with pytest.raises(InputError, match=r"training loss should stay finite.*lower Task.lr"):
-        list(trainer.run(main_order(4096, 0), 0, 400, 4))

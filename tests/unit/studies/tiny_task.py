@@ -1,7 +1,6 @@
 """Tasks that train in seconds, and tasks that are broken in one way each."""
 
 import math
-import random
 import time
 from dataclasses import replace
 from functools import partial
@@ -170,29 +169,12 @@ def out_of_memory(most: int = 16) -> Task:
     return replace(without_dropout(), per_sample_loss=checked)
 
 
-def little_memory() -> Task:
-    """Not even its own batch of four fits in one piece."""
-    return out_of_memory(3)
-
-
-def unsavable() -> Task:
-    """The optimizer's state holds what only a pickle can keep."""
-
-    class Odd(torch.optim.SGD):
-        def state_dict(self) -> dict:
-            return {**super().state_dict(), "odd": make_task}
-
-    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
-
-
 class StateRaises(torch.optim.SGD):
-    def state_dict(self) -> dict:
-        return boom()
+    state_dict = boom
 
 
 class LoadRaises(torch.optim.SGD):
-    def load_state_dict(self, state: dict) -> None:
-        boom()
+    load_state_dict = boom
 
 
 state_raises = partial(make_task, make_optimizer=lambda parameters, lr: StateRaises(parameters, lr))
@@ -245,18 +227,6 @@ def evaluate_trains() -> Task:
         return 1.0
 
     return make_task(evaluate=evaluate)
-
-
-def augmented() -> Task:
-    """Draws from Python's and from numpy's generator."""
-    import numpy as np
-
-    def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        features, targets = batch
-        scale = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
-        return losses(model, (features * scale, targets))
-
-    return make_task(per_sample_loss=noisy)
 
 
 def shared() -> Task:

@@ -60,7 +60,7 @@ def parts(
         "overflows": overflows or {},
         "at_any_scale": {},
         "overflowed_at": dict.fromkeys(overflows or {}, 9.0),
-        "scales": {"": settled, **dict.fromkeys(weights, 0.0)},
+        "scales": {"": 0.0, **dict.fromkeys(weights, 0.0)} | {"": settled},
         kind: weights,
         other: {},
         "largest": {kind: largest, other: {}},

@@ -86,17 +86,13 @@ def test_an_overflow_at_any_scale_is_named():
     diagnosis = diagnose(before + after)
     assert diagnosis.nonfinite_at_any_scale == {"a": 8}
     assert diagnosis.fault
+    # It limits no scale.
+    both = parts("before", STARVED, LARGEST, {"x": 3}, at_any_scale={"x": 3}) + UNDERFLOWING[8:]
+    assert diagnose(both).limiting == {}
     # Other overflows with the proposed scales are named, and are no fault.
     assert diagnosis.overflowed_after == {"c": 16}
     rare = diagnose(parts("before", calm, zero) + parts("after", calm, zero, {"c": 2}))
     assert (rare.fault, rare.overflowed_after) == (False, {"c": 16})
-
-
-def test_what_no_scale_makes_finite_comes_first():
-    before = parts("before", STARVED, LARGEST, {"x": 3}, at_any_scale={"x": 3})
-    diagnosis = diagnose(before + UNDERFLOWING[8:])
-    assert diagnosis.nonfinite_at_any_scale == {"x": 24}
-    assert (diagnosis.limiting, list(diagnosis.underflowing)) == ({}, ["early"])
 
 
 def test_gradients_at_boundaries_count_as_those_of_weights():

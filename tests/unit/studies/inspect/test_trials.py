@@ -1,0 +1,231 @@
+"""What a step leaves: counts of exponents, scales that move, and whose fault an overflow is."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from steadygrad.scale import MeasuredExponents
+from steadygrad.scale.equations import exponent_histogram
+from steadygrad.studies.inspect import scalers
+from steadygrad.studies.inspect.analysis import counts_of, lost, shares_of
+from steadygrad.studies.inspect.schema import Histogram
+from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
+from steadygrad.studies.order import generators_kept
+from tests.reference.layerwise import fates
+from tests.unit.studies.fp16_task import Explode
+from tests.unit.studies.framework import make_trainer
+from tests.unit.studies.inspect.runs import parts
+from tests.unit.studies.tiny_task import make_task
+
+# Counts
+
+
+def measured(values, scales=(4.0, 8.0)):
+    """The same gradients at the boundaries and in the weights, of the layer ``a`` only."""
+    rows = torch.stack([exponent_histogram(torch.tensor(row)) for row in ([], values)])
+    return MeasuredExponents(rows, rows, torch.tensor(scales))
+
+
+def test_a_skipped_step():
+    histograms = ExponentHistograms(["", "a"])
+    histograms.add(measured([0.0, 1.0, 4.0]), [])
+    histograms.add(measured([2.0, torch.inf, torch.nan]), ["a"])
+    fields = histograms.fields(plain=False)
+    assert fields["skipped"] == 1
+    # Its finite gradients are not those of the batch; what was not finite is counted.
+    expected = Histogram(zero=1, low=0, counts=(1, 0, 1), over=2)
+    assert fields["weights"] == fields["activations"] == {"a": expected}
+    assert fields["largest"]["weights"] == {"a": 2.0 - 3.0}
+
+
+def test_overflows_and_the_least_scale_at_which_they_happened():
+    histograms = ExponentHistograms(["", "a"])
+    for scale in (16.0, 8.0, 32.0):
+        histograms.add(measured([torch.inf], (4.0, scale)), ["a"])
+    # One that no scale prevents says nothing of scales.
+    histograms.add(measured([torch.inf], (1.0, 2.0)), ["", "a"], ["a"])
+    fields = histograms.fields(plain=False)
+    assert fields["overflows"] == {"": 1, "a": 4}
+    assert fields["at_any_scale"] == {"a": 1}
+    assert fields["overflowed_at"] == {"": 0.0, "a": 3.0}
+    assert fields["skipped"] == 4
+
+
+def test_what_gradients_would_be_without_scales():
+    """Step by step: scales move within a part."""
+    histograms = ExponentHistograms(["", "a"])
+    histograms.add(measured([0.0, 8.0, 2.0]), [])
+    histograms.add(measured([0.0, 64.0, 2.0**-148], (1.0, 64.0)), [])
+    fields = histograms.fields(plain=True)
+    # 8/8, 64/64; 2/8; what is beyond float32 stays at its end.
+    expected = Histogram(zero=2, low=-149, counts=(1, *[0] * 146, 1, 0, 2), over=0)
+    assert fields["plain"] == {kind: {"a": expected} for kind in ("activations", "weights")}
+    assert histograms.fields(plain=False)["plain"] == {"activations": {}, "weights": {}}
+
+
+@pytest.mark.parametrize("log2", [-45, -30, -15, -12, -5, -1, 0, 1])
+def test_what_a_scale_makes_zero_or_subnormal(log2):
+    """As torch counts it for float16."""
+    values = [0.0, 1.0, 2.0**-10, 2.0**-14, 2.0**15, torch.inf]
+    held = _histogram(exponent_histogram(torch.tensor(values)).double())
+    zero, flushed, subnormal, overflow = fates(values, 2.0**log2, torch.float16)
+    (counted,) = counts_of(parts("before", {"a": held}, {})).values()
+    # Of the second half of eight parts, with six values each.
+    assert lost(counted, log2) == pytest.approx(4 * 6 * (flushed + subnormal))
+    scaled = replace(held, low=held.low + log2)
+    (found,) = shares_of(parts("before", {"a": scaled}, {})).values()
+    expected = (zero + flushed, subnormal, overflow)
+    assert (found.zero, found.subnormal, found.overflow) == pytest.approx(expected)
+
+
+# Scales
+
+
+@pytest.fixture
+def net(monkeypatch):
+    monkeypatch.setattr(scalers, "INTERVAL", 6)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def step(scaler, model, spoilt=None):
+    """One step; the gradient of a layer's weight may be infinite. Returns what moves the scale."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = scaler.state_dict()
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    if spoilt is not None:
+        model[spoilt].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return before
+
+
+def test_one_scale_moves_as_torch_s(net):
+    """Its growth begins anew after an overflow, in whichever layer that was."""
+    ours = scalers.given_scales(net)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=6)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    found = []
+    for number in range(14):
+        spoilt = 0 if number == 4 else None
+        before = step(ours, net, spoilt)
+        scalers.follow_one_scale(ours, ours.culprits(), before)
+        step(theirs, other, spoilt)
+        assert ours.get_scale() == theirs.get_scale()
+        found.append(ours.get_scale())
+    assert found == [2.0**16] * 4 + [2.0**15] * 6 + [2.0**16] * 4
+
+
+def test_it_has_a_floor(net):
+    scaler = scalers.given_scales(net, 2 * scalers.LEAST_SCALE)
+    for _ in range(3):
+        before = step(scaler, net, spoilt=1)
+        scalers.follow_one_scale(scaler, scaler.culprits(), before)
+    assert scaler.get_scale() == scalers.LEAST_SCALE
+
+
+def test_whose_overflow_moves_what(net):
+    scaler = scalers.given_scales(net, 2.0**8, {"1": 2.0**4})
+    assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**4}
+    # A layer with a scale of its own backs off alone.
+    before = step(scaler, net, spoilt=1)
+    scalers.follow_one_scale(scaler, scaler.culprits(), before, layer_scales={"1"})
+    assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**3}
+    # What no scale prevents moves none.
+    for spoilt, name in ((1, "1"), (0, "0")):
+        before = step(scaler, net, spoilt)
+        culprits = scaler.culprits()
+        assert culprits == [name]
+        scalers.follow_one_scale(scaler, culprits, before, layer_scales={"1"}, nonfinite=culprits)
+        assert scaler.get_scales() == {"": 2.0**8, "0": 1.0, "1": 2.0**3}
+    assert scaler.state_dict()["layers"][""]["growth_tracker"] == 1
+    # The others' overflow does.
+    before = step(scaler, net, spoilt=0)
+    scalers.follow_one_scale(scaler, ["0", "1"], before, layer_scales={"1"}, nonfinite=["1"])
+    assert scaler.get_scales() == {"": 2.0**7, "0": 1.0, "1": 2.0**3}
+
+
+# Whether a step is not finite at any scale
+
+
+class Moody(nn.Module):
+    """Infinite where a mask that is drawn says so; batches leave their traces."""
+
+    def __init__(self, factor, lucky):
+        super().__init__()
+        self.norm, self.factor, self.lucky = nn.BatchNorm1d(16), factor, lucky
+
+    def forward(self, x):
+        z = self.norm(x)
+        hot = torch.rand(len(x), 1) > self.lucky
+        return Explode.apply(z * self.factor, hot)
+
+
+def moody(factor=1.0, lucky=2.0, **options):
+    def model():
+        return nn.Sequential(nn.Linear(8, 16), Moody(factor, lucky), nn.Linear(16, 1))
+
+    task, scaling = make_task(make_model=model), scalers.given_scales
+    trainer = make_trainer(task, dtype="float16", scaling=scaling, **options)
+    trainer.seed_everything("train")
+    return trainer
+
+
+def probe(trainer):
+    """Takes a step, and gives its culprits and a way to probe it."""
+    indices, before = torch.arange(4), generators_kept(trainer.context.device).close
+    trainer.step(indices)
+    again = scalers.nonfinite_at_any_scale
+    return trainer.scaler.culprits(), lambda: again(trainer, indices, before)
+
+
+def test_what_is_only_large_is_finite_then():
+    culprits, probed = probe(moody(factor=2.0**6))
+    assert culprits
+    assert probed() == []
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_infinite_stays_so(seed, micro_batch_size):
+    """With the same random numbers: half of the steps are spared."""
+    trainer = moody(lucky=0.84, micro_batch_size=micro_batch_size)
+    trainer.scaler.update(1.0)
+    torch.manual_seed(seed)
+    culprits, probed = probe(trainer)
+    assert probed() == culprits
+    torch.manual_seed(seed)
+    draws = torch.cat([torch.rand(micro_batch_size, 1) for _ in range(4 // micro_batch_size)])
+    assert culprits == (["1"] if (draws > 0.84).any() else [])
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_it_leaves_no_trace():
+    """A batch may be augmented by any generator; one that is repeated is the same batch."""
+    trainer, seen = moody(lucky=-1.0), []
+    batch = trainer.task.train.batch
+
+    def augmented(indices):
+        seen.append((random.random(), np.random.random()))
+        return batch(indices)
+
+    trainer.task.train.batch = augmented
+    _, probed = probe(trainer)
+    kept, drawn = copy.deepcopy(trainer.state(4)), generators()
+    assert probed() == ["1"]
+    first, second = seen
+    assert first == second
+    assert generators() == drawn
+    now = trainer.state(4)
+    assert now.scaler == kept.scaler
+    assert kept.model.keys() == now.model.keys()
+    assert all(torch.equal(kept.model[name], now.model[name]) for name in kept.model)
+    assert all(p.grad is None for p in trainer.model.parameters())
