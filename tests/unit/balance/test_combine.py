@@ -61,41 +61,39 @@ def test_an_aggregator_sees_balanced_gradients(call):
     assert (got - plain).abs().max() > 1e-3
 
 
-class Sized(ByProducts):
+class Mean:
+    """Weighs all rows alike, so that their number counts."""
+
+    def gramian_weighting(self, products):
+        return products.new_full((len(products),), 1 / len(products))
+
+
+class Sized(Mean):
     """An aggregator with a number for each row."""
 
-    pref_vector = torch.ones(3)
+    pref_vector = torch.ones(4)
 
 
-class Remembers(ByProducts):
+class Remembers(Mean):
     """An aggregator with a memory."""
 
     def reset(self):
         pass
 
 
-@pytest.mark.parametrize(
-    ("aggregator", "count"),
-    [(ByProducts(), 2), (Sized(), 3), (Remembers(), 3)],
-    ids=["products", "sized", "remembers"],
-)
-def test_missing_losses_are_no_rows_and_broken_ones_are_zeros(aggregator, count):
-    """The host knows that one is not there, but only the device that one is broken."""
-    y = draw(4, 7)
-    broken = changed(l2=lambda y: y.sum() * torch.nan, adv=None)
-    got = gradient_handed_on(LossBalancer(WEIGHTS, combine=aggregator), broken, y)
-    row = rows_of(y, {"l1": 1.0})[0]
-    expected = aggregator(torch.stack([row, *[0 * row] * (count - 1)])).view_as(y)
-    torch.testing.assert_close(got, expected, **CLOSE)
-
-
 @CALLS
-def test_missing_losses_and_those_without_weight_do_not_count_in_a_mean(call):
-    mean = SimpleNamespace(gramian_weighting=lambda p: torch.full((len(p),), 1 / len(p)).double())
-    y = draw(4, 7)
-    balancer = LossBalancer({**WEIGHTS, "l2": 0.0}, combine=mean)
-    got = gradient_handed_on(balancer, changed(adv=None), y, call)
-    expected = rows_of(y, {"l1": 1.0})[0].view_as(y)
+@pytest.mark.parametrize(
+    ("aggregator", "count"), [(Mean(), 2), (Sized(), 4), (Remembers(), 4)], ids=type
+)
+def test_only_losses_that_may_take_part_are_rows(aggregator, count, call):
+    """The host knows that one has no weight or is missing, but only the device that one is broken.
+
+    An aggregator with a number for each row, or a memory of it, has rows of zeros for all.
+    """
+    y, weights = draw(4, 7), {**WEIGHTS, "watched": 0.0}
+    some = changed(l2=lambda y: y.sum() * torch.nan, adv=None, watched=lambda y: y.square().sum())
+    got = gradient_handed_on(LossBalancer(weights, combine=aggregator), some, y, call)
+    expected = rows_of(y, {"l1": 1.0})[0].view_as(y) / count
     torch.testing.assert_close(got, expected, **CLOSE)
 
 

@@ -209,15 +209,6 @@ def test_gradient_that_would_reach_the_model_beside_y(beside):
         balancer.backward(losses, y)
     assert encoder.weight.grad is decoder.weight.grad is critic.weight.grad is None
     assert mass_of(balancer).sum() == 0
-    # The remedy carries both: with a slope of its own beside y, the encoder gets both.
-    found = []
-    for factor in (0.0, 1e3):
-        encoder.zero_grad()
-        z = encoder(draw(4, 5))
-        ys = balancer.fork(decoder(z.tanh()))
-        (losses_of(ys)["l2"] + factor * z.square().mean()).backward()
-        found.append(encoder.bias.grad.clone())
-    torch.testing.assert_close(found[1] - found[0], 1e3 * 2 * z.detach().mean(0) / 7, **CLOSE)
 
 
 def test_another_output_of_the_same_node_is_beside_y():
