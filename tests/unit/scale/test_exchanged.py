@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from steadygrad.scale import LayerwiseGradScaler
+from tests.covering import covering
+from tests.unit.scale.training import assert_equal, unscaled_gradients
 
 LAYERS = 12
 
@@ -54,11 +56,10 @@ ORDERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("exchange", [exchange_each, exchange_by_conversion, exchange_by_loading])
+@covering(exchange=[exchange_each, exchange_by_conversion, exchange_by_loading], order=ORDERS)
 def test_each_is_unscaled_by_its_own_layers_scale(exchange, order):
     plain = gradients(lambda model: None, ORDERS["as registered"])
-    for found, expected in zip(gradients(exchange, ORDERS[order]), plain, strict=True):
+    for found, expected in zip(gradients(exchange, order), plain, strict=True):
         assert torch.equal(found, expected)
 
 
@@ -68,15 +69,15 @@ def test_a_parameter_that_moves_to_another_layer_is_unscaled_by_that_ones_scale(
     def moved(scales):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        scaler = LayerwiseGradScaler(model, scales, process_group=None)
-        first, last = model[0].weight, model[2].weight
-        model[0].weight, model[2].weight = last, first
-        scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-        return [parameter.grad for parameter in model.parameters()]
 
-    for found, expected in zip(moved({"0": 4.0, "2": 8.0}), moved({}), strict=True):
-        assert torch.equal(found, expected)
+        def loss(model):
+            first, last = model[0].weight, model[2].weight
+            model[0].weight, model[2].weight = last, first
+            return model(torch.ones(4, 8)).square().sum()
+
+        return unscaled_gradients(model, scales, loss, process_group=None)
+
+    assert_equal(moved({"0": 4.0, "2": 8.0}), moved({}))
 
 
 def test_parameters_of_another_model_carry_the_losss_scale_alone():

@@ -11,10 +11,23 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad.balance import LossBalancer
 from steadygrad.scale import LayerwiseGradScaler
-from tests.unit.scale.training import SCALES, Poison, assert_equal, loss_on, make, weights_of
+from tests.unit.scale.training import (
+    SCALES,
+    Poison,
+    assert_equal,
+    loss_on,
+    make,
+    unscaled_gradients,
+    weights_of,
+)
 
 INF = float("inf")
-SHAPES = {"GAN": "generator", "SAC": "actor", "TD3": "actor", "DDPG": "actor"}
+SHAPES = {"GAN": "generator", "SAC": "actor"}
+
+
+def end_step(scaler, optimizer):
+    scaler.step(optimizer)
+    scaler.update()
 
 
 @pytest.fixture
@@ -83,8 +96,7 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
     def step():
         optimizer.zero_grad()
         passed(call, scaler.scale)
-        scaler.step(optimizer)
-        scaler.update()
+        end_step(scaler, optimizer)
 
     step()
     before = scaler.get_scales()
@@ -102,8 +114,7 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
         assert scaler.culprits() == ["b"]
     optimizer.zero_grad()
     assert passed(call, scaler.scale, INF).isfinite().all()
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert "" in scaler.culprits()
 
 
@@ -120,11 +131,6 @@ def test_another_scaler_s_loss_is_not_scaled_on_the_way():
     assert torch.equal(x.grad, y.grad)
 
 
-def unscaled_gradients(model, optimizer, scaler):
-    scaler.unscale_(optimizer)
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
     """The model's pass begins at its output: nothing in it tells of the scaled loss."""
     model, optimizer = make()
@@ -133,10 +139,10 @@ def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
     cut = out.detach().requires_grad_()
     scaler.scale(cut.square().mean()).backward()
     out.backward(cut.grad)
-    plain, _ = make()
-    plain(torch.ones(3, 4)).square().mean().backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    assert_equal(unscaled_gradients(model, optimizer, scaler), expected)
+    scaler.unscale_(optimizer)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    loss = lambda model: model(torch.ones(3, 4)).square().mean()  # noqa: E731
+    assert_equal(found, unscaled_gradients(make()[0], {}, loss))
 
 
 def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_count():
@@ -148,8 +154,7 @@ def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_coun
     out = model(torch.ones(3, 4))
     out.backward(torch.full_like(out, INF))
     assert all(p.grad.isfinite().all() for p in model.a.parameters())
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert scaler.culprits() == [""]
     assert_equal(weights_of(model), before)
 
@@ -160,8 +165,7 @@ def test_what_came_before_its_first_loss_is_forgotten():
     (loss_on(model, 0) * INF).backward()
     optimizer.zero_grad()
     scaler.scale(loss_on(model, 0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert (scaler.culprits(), int(scaler.skipped)) == ([], 0)
 
 
@@ -200,8 +204,7 @@ def test_every_pass_of_an_own_loss_counts(passes):
     else:
         bad.backward()
         good.backward()
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert (scaler.culprits(), int(scaler.skipped)) == ([""], 1)
 
 
@@ -214,13 +217,13 @@ def test_a_balanced_pass_is_the_scalers_own():
     out = model(torch.ones(3, 4))
     losses = {"square": out.square().mean(), "absolute": out.abs().mean()}
     balancer.backward({name: scaler.scale(loss) for name, loss in losses.items()}, out)
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert scaler.culprits() == ["b"]
 
 
-@pytest.mark.parametrize("head", [torch.sum, lambda y: y.square().sum()])
-@pytest.mark.parametrize("inputs", [None, "a.weight"])
+@pytest.mark.parametrize(
+    ("head", "inputs"), [(torch.sum, None), (lambda y: y.square().sum(), "a.weight")]
+)
 def test_a_second_derivative_is_refused(head, inputs):
     model, _ = make()
     scaler = LayerwiseGradScaler(model, SCALES)
