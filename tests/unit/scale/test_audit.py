@@ -8,7 +8,14 @@ from torch.nn.utils import parametrize
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, audit
 from tests.unit.scale.cases import Block
-from tests.unit.scale.training import SCALES, assert_equal, make, train_step, unscaled_gradients
+from tests.unit.scale.training import (
+    SCALES,
+    assert_equal,
+    make,
+    take_step,
+    train_step,
+    unscaled_gradients,
+)
 
 TOKENS = torch.arange(11)
 
@@ -86,10 +93,7 @@ def unscaled(wanted, dtype=torch.float32, steps=1, **options):
     scaler = LayerwiseGradScaler(model, wanted, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(steps):
-        optimizer.zero_grad()
-        scaler.scale(model.loss() * 2.0**-12).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(optimizer, scaler, model.loss() * 2.0**-12)
     return [p.grad.float() for p in model.parameters()], scaler
 
 
@@ -189,12 +193,9 @@ def islands(wanted, steps):
     scaler.measure()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(steps):
-        optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             loss = model(x).float().sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(optimizer, scaler, loss)
     return scaler
 
 
@@ -238,6 +239,5 @@ def test_gradients_that_were_cast_are_found_behind_views(case):
     scaler.measure()
     with torch.autocast("cpu", torch.float16):
         loss = model(torch.ones(2, 6)).float().sum()
-    scaler.scale(loss).backward()
-    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    take_step(torch.optim.SGD(model.parameters(), lr=0.1), scaler, loss)
     assert scaler.measured.weights.sum() == count

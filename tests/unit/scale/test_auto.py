@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from steadygrad.scale.equations import exponent_histogram
-from tests.unit.scale.training import Model
+from tests.unit.scale.training import Model, take_step
 
 
 class Shrink(torch.nn.Linear):
@@ -24,18 +24,12 @@ def run(start, steps=40, dtype=torch.float16, **options):
     scaler = LayerwiseGradScaler(model, auto, init_scale=start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(steps):
-        optimizer.zero_grad()
-        another_step(model, optimizer, scaler)
+        take_step(optimizer, scaler, loss_of(model))
     return model, optimizer, scaler
 
 
-def another_step(model, optimizer, scaler, factor=1.0, spoilt=None):
-    x = torch.ones(4, 8, dtype=model[0].weight.dtype)
-    scaler.scale(model(x).float().sum() * factor).backward()
-    if spoilt is not None:
-        spoilt.weight.grad[0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
+def loss_of(model):
+    return model(torch.ones(4, 8, dtype=model[0].weight.dtype)).float().sum()
 
 
 @pytest.mark.parametrize("start", [2.0**-60, 1.0, 2.0**60])
@@ -68,20 +62,23 @@ def test_measures_only_when_due():
     model, optimizer, scaler = run(1.0, steps=3, warmup=2, every=10)
     held = scaler.get_scales()
     assert held["0"] > 1.0
-    another_step(model, optimizer, scaler)
+    take_step(optimizer, scaler, loss_of(model))
     assert scaler.get_scales() == held
     # Step 0 is a multiple of every number.
     model, optimizer, scaler = run(1.0, steps=1, warmup=0, every=10)
     assert scaler.measured is not None
     held = scaler.get_scales()
-    another_step(model, optimizer, scaler)
+    take_step(optimizer, scaler, loss_of(model))
     assert scaler.get_scales() == held
 
 
 def test_backs_off_at_once_where_an_infinity_arose():
     model, optimizer, scaler = run(1.0, steps=30, warmup=25, every=1000)
     before = scaler.get_scales()
-    another_step(model, optimizer, scaler, spoilt=model[1])
+    scaler.scale(loss_of(model)).backward()
+    model[1].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
     assert scaler.culprits() == ["1"]
     assert scaler.get_scales() == before | {"1": before["1"] / 2}
 
@@ -91,7 +88,7 @@ def test_keeps_to_its_bounds():
     scaler = LayerwiseGradScaler(model, "auto", max_scale=2.0**5, min_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(5):
-        another_step(model, optimizer, scaler, factor=2.0**-30)
+        take_step(optimizer, scaler, loss_of(model) * 2.0**-30)
     assert max(scaler.get_scales().values()) == 2.0**5
     assert min(scaler.get_scales().values()) >= 1.0
 

@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from steadygrad.scale import LayerwiseGradScaler
-from tests.unit.scale.cases import (
-    CASES,
-    REFUSED_COMPILED,
-    REORDERED,
-    data_of,
-    loss_of,
-    model_of,
-)
+from tests.unit.scale.cases import CASES, REFUSED_COMPILED, REORDERED, data_of, loss_of, model_of
+from tests.unit.scale.training import unscaled_gradients
 
 # The compiler makes one itself, for each autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")
@@ -20,14 +14,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be insta
 def gradients_of(case, scales=None, *, compiled=False):
     """Unscaled gradients, and the loss; without a scaler if there are no scales."""
     torch.compiler.reset()
-    model, x = model_of(case), data_of(case)
-    scaler = LayerwiseGradScaler(model, scales or {}, init_scale=2.0**5)
-    called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    loss = loss_of(called, x)
-    (scaler.scale(loss) if scales else loss).backward()
+    model, losses = model_of(case), []
+
+    def loss(model):
+        called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        losses.append(loss_of(called, data_of(case)))
+        return losses[0]
+
     if scales:
-        scaler.unscale_(torch.optim.SGD(model.parameters()))
-    return {name: p.grad for name, p in model.named_parameters()}, loss.detach()
+        return unscaled_gradients(model, scales, loss, init_scale=2.0**5), losses[0].detach()
+    loss(model).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, losses[0].detach()
 
 
 def assert_same(found, expected, *, exact):

@@ -17,6 +17,7 @@ from tests.unit.scale.training import (
     assert_equal,
     loss_on,
     make,
+    take_step,
     unscaled_gradients,
     weights_of,
 )
@@ -88,22 +89,25 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
     scale = other.scale if whose == "another scaler's" else lambda loss: loss
     call, poison.active = CALLS[how](model), False
 
-    def passed(called, scale, factor=1.0):
+    def loss_of(called, x, factor=1.0):
+        return called(x).square().mean() * factor
+
+    def passed(called, factor=1.0):
         x = torch.ones(3, 4, requires_grad=True)
-        scale(called(x).square().mean() * factor).backward()
+        scale(loss_of(called, x, factor)).backward()
         return x.grad
 
-    def step():
-        optimizer.zero_grad()
-        passed(call, scaler.scale)
-        end_step(scaler, optimizer)
+    def step(factor=1.0):
+        x = torch.ones(3, 4, requires_grad=True)
+        take_step(optimizer, scaler, loss_of(call, x, factor))
+        return x.grad
 
     step()
     before = scaler.get_scales()
     twin, _ = make()
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(passed(call, scale), passed(twin, scale))
-    assert not passed(call, scale, INF).isfinite().any()
+    assert torch.equal(passed(call), passed(twin))
+    assert not passed(call, INF).isfinite().any()
     step()
     assert scaler.skipped == 0
     assert scaler.get_scales() == {name: 2 * s if name else s for name, s in before.items()}
@@ -112,9 +116,7 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
         poison.active = True
         step()
         assert scaler.culprits() == ["b"]
-    optimizer.zero_grad()
-    assert passed(call, scaler.scale, INF).isfinite().all()
-    end_step(scaler, optimizer)
+    assert step(INF).isfinite().all()
     assert "" in scaler.culprits()
 
 
@@ -163,9 +165,7 @@ def test_what_came_before_its_first_loss_is_forgotten():
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES)
     (loss_on(model, 0) * INF).backward()
-    optimizer.zero_grad()
-    scaler.scale(loss_on(model, 0)).backward()
-    end_step(scaler, optimizer)
+    take_step(optimizer, scaler, loss_on(model, 0))
     assert (scaler.culprits(), int(scaler.skipped)) == ([], 0)
 
 

@@ -50,11 +50,15 @@ class Poison:
             output.register_hook(lambda gradient: gradient + self.value)
 
 
-def train_step(model, optimizer, scaler, step):
+def take_step(optimizer, scaler, loss):
     optimizer.zero_grad()
-    scaler.scale(loss_on(model, step)).backward()
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+
+
+def train_step(model, optimizer, scaler, step):
+    take_step(optimizer, scaler, loss_on(model, step))
 
 
 def unscaled_gradients(model, scales, loss_of, **options):
