@@ -40,6 +40,20 @@ def on_ranks(world: int, function: Callable[..., Any], tmp_path: Path, *args: An
     return [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(world)]
 
 
+def in_turn(world: int, functions: list[Callable[..., Any]], folder: Path) -> dict[str, list[Any]]:
+    """Calls several functions on the ranks of one start, which is what takes the time.
+
+    Returns:
+        By each function's name what each rank returned.
+    """
+    found = on_ranks(world, _in_turn, folder, functions)
+    return {f.__name__: [rank[f.__name__] for rank in found] for f in functions}
+
+
+def _in_turn(rank: int, world: int, functions: list[Callable[..., Any]]) -> dict[str, Any]:
+    return {function.__name__: function(rank, world) for function in functions}
+
+
 def code_small_parameters() -> None:
     """Parameters of tests have moments in eight bits, where an optimizer is asked for them."""
     codes.LEAST, codes.SHORTEST = 1, 2
