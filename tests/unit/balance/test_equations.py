@@ -39,7 +39,9 @@ def test_half_precision_norms_do_not_overflow_or_vanish(dtype, size):
     # 1e-6 rounds to one of fp16's subnormals; the norm is that of the rounded numbers.
     gradient = torch.full((1, 64), size, dtype=dtype)
     expected = gradient.double().norm().item()
-    assert norm_sum([gradient], per_item=True).item() == pytest.approx(expected, rel=1e-6)
+    for per_item, power in ((True, 1), (False, 2)):
+        found = norm_sum([gradient], per_item=per_item).item()
+        assert found == pytest.approx(expected**power, rel=1e-6)
 
 
 @pytest.mark.parametrize("per_item", [True, False])
