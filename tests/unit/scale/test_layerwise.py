@@ -199,7 +199,9 @@ def test_measures_exponents_on_demand():
         loss = loss_on(model, 0)
     scaler.scale(loss).backward()
     raw = [p.grad.clone() for p in model.b.parameters()]
-    scaler.step(optimizer)
+    # Of both optimizers of this step.
+    for part in (model.a.parameters(), [*model.b.parameters(), *model.head.parameters()]):
+        scaler.step(torch.optim.SGD(part, lr=0.1))
     scaler.update()
     found = scaler.measured
     # Not what the scales have grown to.
