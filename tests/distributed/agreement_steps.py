@@ -12,7 +12,16 @@ from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 MAKERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
-MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+# LANS and LAMB share their passes: each is tried in one of the modes.
+CASES = {
+    f"{name} {mode}": (MAKERS[name], {mode: True})
+    for name, mode in [
+        ("lans", "fused"),
+        ("lamb", "foreach"),
+        ("scaled_adam", "fused"),
+        ("scaled_adam", "foreach"),
+    ]
+}
 
 
 def sharded(value, mesh):
@@ -22,25 +31,23 @@ def sharded(value, mesh):
 def agreement(rank, world):
     """By optimizer and mode: shards and counts after a bad and after a lopsided step."""
     mesh, found = init_device_mesh("cpu", (world,)), {}
-    for name, make in MAKERS.items():
-        for mode, options in MODES.items():
-            key = f"{name} {mode}"
-            found[f"clipping {key}"] = clipped_alike(make, options, mesh, rank)
-            found[f"frozen {key}"] = frozen_group(make, options, mesh)
-            found[f"partial {key}"] = partial_none(make, options, mesh, rank)
-            found[f"lopsided {key}"] = lopsided(make, options, mesh, rank)
-            found[f"gaps {key}"] = gaps_on_one(make, options, mesh, rank)
-            found[f"layout {key}"] = loaded_otherwise(make, options, mesh)
-            found[f"together {key}"] = infinite_together(make, options, mesh)
-            if world == 4:
-                found[f"experts {key}"] = experts(make, options, rank)
-                found[f"copies {key}"] = copies(make, options, rank)
-            found[key] = [
-                local_infinity(make, options, mesh, rank, "gradient"),
-                local_infinity(make, options, mesh, rank, "scaler"),
-                *none_on_one(make, options, mesh, rank),
-                *rebuilt_on_one(make, options, mesh, rank),
-            ]
+    for key, (make, options) in CASES.items():
+        found[f"clipping {key}"] = clipped_alike(make, options, mesh, rank)
+        found[f"frozen {key}"] = frozen_group(make, options, mesh)
+        found[f"partial {key}"] = partial_none(make, options, mesh, rank)
+        found[f"lopsided {key}"] = lopsided(make, options, mesh, rank)
+        found[f"gaps {key}"] = gaps_on_one(make, options, mesh, rank)
+        found[f"layout {key}"] = loaded_otherwise(make, options, mesh)
+        found[f"together {key}"] = infinite_together(make, options, mesh)
+        if world == 4:
+            found[f"experts {key}"] = experts(make, options, rank)
+            found[f"copies {key}"] = copies(make, options, rank)
+        found[key] = [
+            local_infinity(make, options, mesh, rank, "gradient"),
+            local_infinity(make, options, mesh, rank, "scaler"),
+            *none_on_one(make, options, mesh, rank),
+            *rebuilt_on_one(make, options, mesh, rank),
+        ]
     return found
 
 

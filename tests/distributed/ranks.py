@@ -1,8 +1,11 @@
-"""Runs a function on several gloo processes on this machine, and hands back what rank 0 found."""
+"""Runs a function on several gloo processes on this machine, and hands back what they found."""
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +26,60 @@ mp.get_context("forkserver").set_forkserver_preload(
 )
 
 
-def on_ranks(world: int, function: Callable[..., Any], tmp_path: Path, *args: Any) -> list[Any]:
-    """Calls ``function(rank, world, *args)`` on every rank.
+def start(
+    world: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    timeout: timedelta | None = None,
+) -> mp.ProcessContext:
+    """Starts ``function(rank, world, *args)`` on every rank.
 
     Args:
         world: Number of processes.
         function: A top-level function that returns something JSON can hold.
-        tmp_path: An empty folder for the rendezvous and the results.
+        folder: For the rendezvous and the results; empty, or yet to be made.
+        args: What else the function is given.
+        timeout: How long an exchange waits for a rank.
+    """
+    folder.mkdir(exist_ok=True)
+    given = (world, function, str(folder), args, timeout)
+    return mp.start_processes(_entry, given, nprocs=world, join=False, start_method="forkserver")
+
+
+def join(context: mp.ProcessContext, seconds: float = math.inf) -> None:
+    """Waits for all ranks; raises when one of them fails."""
+    end = time.monotonic() + seconds
+    while not context.join(timeout=5):
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError("the ranks do not end")
+
+
+def results_of(world: int, folder: Path) -> list[Any]:
+    """Reads what each rank returned."""
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def on_ranks(world: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """Calls ``function(rank, world, *args)`` on every rank; what each of them returned."""
+    join(start(world, function, folder, *args))
+    return results_of(world, folder)
+
+
+def in_turn(world: int, functions: list[Callable[..., Any]], folder: Path) -> dict[str, list[Any]]:
+    """Calls several functions on the ranks of one start, which is what takes the time.
 
     Returns:
-        What each rank returned.
+        By each function's name what each rank returned.
     """
-    mp.start_processes(
-        _entry, args=(world, function, str(tmp_path), args), nprocs=world, start_method="forkserver"
-    )
-    return [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(world)]
+    found = on_ranks(world, _in_turn, folder, functions)
+    return {f.__name__: [rank[f.__name__] for rank in found] for f in functions}
+
+
+def _in_turn(rank: int, world: int, functions: list[Callable[..., Any]]) -> dict[str, Any]:
+    return {function.__name__: function(rank, world) for function in functions}
 
 
 def code_small_parameters() -> None:
@@ -45,15 +87,24 @@ def code_small_parameters() -> None:
     codes.LEAST, codes.SHORTEST = 1, 2
 
 
-def _entry(rank: int, world: int, function: Callable[..., Any], folder: str, args: Any) -> None:
+def _entry(
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    folder: str,
+    args: Any,
+    timeout: timedelta | None,
+) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     code_small_parameters()
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         result = function(rank, world, *args)
         Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
-        dist.barrier()
+        if dist.is_initialized():  # a study leaves the processes by itself
+            dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

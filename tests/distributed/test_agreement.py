@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.agreement_steps import MAKERS, MODES, agreement
+from tests.distributed.agreement_steps import CASES, agreement
 from tests.distributed.ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -16,30 +16,26 @@ def results(request, tmp_path_factory):
     return on_ranks(world, agreement, tmp_path_factory.mktemp(f"agreement-{world}"))
 
 
-def keys():
-    return [f"{name} {mode}" for name in MAKERS for mode in MODES]
-
-
 @pytest.mark.parametrize("where", [0, 1], ids=["gradient", "scaler"])
 def test_a_plain_gradient_that_is_not_finite_stops_all(results, where):
     for found in results:
-        assert {key: found[key][where] for key in keys()} == {key: [False, 1.0] for key in keys()}
+        assert [found[key][where] for key in CASES] == [[False, 1.0]] * len(CASES)
 
 
 def test_a_gradient_of_none_on_one_process_counts_as_zero(results):
     for found in results:
-        assert {key: found[key][2] for key in keys()} == dict.fromkeys(keys(), True)
+        assert all(found[key][2] for key in CASES)
 
 
 def test_a_gradient_of_none_on_all_processes_is_none(results):
     """ScaledAdam's momentum goes on without a gradient, from zero here."""
     for found in results:
-        assert {key: found[key][3] for key in keys()} == dict.fromkeys(keys(), True)
+        assert all(found[key][3] for key in CASES)
 
 
 def test_a_partial_gradient_of_none_on_one_process_counts_as_zero(results):
     """No process hangs, and copies stay alike; None on all processes is none."""
-    for key in keys():
+    for key in CASES:
         found = [own[f"partial {key}"] for own in results]
         assert found == [found[0]] * len(found)
         beside, whole, alone, whole_alone = (torch.tensor(weights) for weights in found[0])
@@ -50,7 +46,7 @@ def test_a_partial_gradient_of_none_on_one_process_counts_as_zero(results):
 
 def test_batches_built_anew_on_one_process_repeat_no_collective(results):
     for found in results:
-        for key in keys():
+        for key in CASES:
             same, counts = found[key][4:]
             # The first sum over shards, the second of LANS and LAMB, and the partial gradients;
             # before the first step of all agreements on what is partial and what is spread alike.
@@ -61,7 +57,7 @@ def test_batches_built_anew_on_one_process_repeat_no_collective(results):
 
 def test_a_joint_norm_is_the_same_on_all_processes(results):
     """Beside a plain parameter that differs; else shards of one tensor took different steps."""
-    for key in keys():
+    for key in CASES:
         found = [own[f"clipping {key}"] for own in results]
         first, alone = found[0]
         assert [split for split, _ in found] == [first] * len(found)
@@ -72,7 +68,7 @@ def test_a_joint_norm_is_the_same_on_all_processes(results):
 def test_experts_on_parts_of_a_mesh_are_not_mixed(results):
     """Each has norms of its own, and the step of a run without sharding."""
     for found in results:
-        for key in keys() if len(results) == 4 else ():
+        for key in CASES if len(results) == 4 else ():
             split, alone = found[f"experts {key}"]
             assert split[0] == pytest.approx(alone[0], rel=1e-5)
             assert split[1] == pytest.approx(alone[1], rel=1e-5)
@@ -80,7 +76,7 @@ def test_experts_on_parts_of_a_mesh_are_not_mixed(results):
 
 def test_copies_stay_alike_beside_tensors_that_differ(results):
     """Joint norms and skipped steps reach the copies of a tensor, too."""
-    for key in keys() if len(results) == 4 else ():
+    for key in CASES if len(results) == 4 else ():
         found = [own[f"copies {key}"] for own in results]
         assert found == [found[0]] * 4
         assert [skipped for skipped, _ in found[0]] == [1.0] * 4
@@ -89,7 +85,7 @@ def test_copies_stay_alike_beside_tensors_that_differ(results):
 
 def test_a_plain_parameter_on_one_process_alone(results):
     """No process hangs, and shards of one tensor take the same steps."""
-    for key in keys():
+    for key in CASES:
         found = [own[f"lopsided {key}"] for own in results]
         assert found == [found[0]] * len(found)
         frozen, *others = found[0]
@@ -100,7 +96,7 @@ def test_a_plain_parameter_on_one_process_alone(results):
 
 def test_reports_beside_a_frozen_group(results):
     for found in results:
-        for key in keys():
+        for key in CASES:
             split, alone = found[f"frozen {key}"]
             assert len(split) == len(alone) == 2
             # Only the frozen group's figures may be no numbers, as it has no gradients.
@@ -111,7 +107,7 @@ def test_reports_beside_a_frozen_group(results):
 
 def test_a_batch_more_on_one_process_changes_no_digit(results):
     """Norms are added up in the order of the parameters, whatever the batches are."""
-    for key in keys():
+    for key in CASES:
         found = [own[f"gaps {key}"] for own in results]
         assert found == [found[0]] * len(found)
 
@@ -119,17 +115,15 @@ def test_a_batch_more_on_one_process_changes_no_digit(results):
 def test_states_that_are_laid_out_otherwise(results):
     """They are laid out anew as they are loaded; those of another mesh are refused."""
     for found in results:
-        for key in keys():
+        for key in CASES:
             same, replicated, refused = found[f"layout {key}"]
             assert replicated == same
-            assert "or on the mesh of its parameter. Found a DTensor on" in refused
+            assert "mesh" in refused
 
 
 def test_squares_that_are_infinite_only_together_skip_the_step(results):
     for found in results:
-        assert {key: found[f"together {key}"] for key in keys()} == {
-            key: [[1.0], 1.0] for key in keys()
-        }
+        assert [found[f"together {key}"] for key in CASES] == [[[1.0], 1.0]] * len(CASES)
 
 
 def _flat(report, at=""):

@@ -3,50 +3,36 @@
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from steadygrad.optim.groups import param_groups
+from tests.distributed.optim_models import whole as full
 from tests.distributed.ranks import on_ranks
+from tests.distributed.training import loss_of, make_model, sample, shard
 from tests.unit.optim.batched_examples import Momentum
 
 pytestmark = pytest.mark.distributed
 
 
-def make_model():
-    torch.manual_seed(0)
-    # Over 2 processes 3 rows are uneven, and the last bias of 1 leaves one of them with nothing.
-    return nn.Sequential(
-        nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
-    ).double()
-
-
-def train(model, optimizer, steps):
+def train_on(model, optimizer, steps):
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-        model(x).square().mean().backward()
+        loss_of(model, *sample(step, 0, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def whole(model):
-    tensors = (p.detach() for p in model.parameters())
-    full = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-    return [t.tolist() for t in full]
+    return [full(p).tolist() for p in model.parameters()]
 
 
 def sharded_run(rank, world):
     model = make_model()
-    mesh = init_device_mesh("cpu", (world,))
-    fully_shard(model, mesh=mesh)
+    shard(model)
     # Two groups of equal options: the names and the parameters are what counts here.
     optimizer = Momentum(param_groups(model, {"*.bias": {"nesterov": False}}))
-    assert optimizer.param_groups[1]["param_names"] == [f"{i}.bias" for i in range(4)]
-    train(model, optimizer, range(3))
+    assert optimizer.param_groups[1]["param_names"] == ["0.bias", "2.bias", "3.bias"]
+    train_on(model, optimizer, range(3))
     weight = model[0].weight
     kind = type(optimizer.state[weight]["velocity"]) is DTensor
     shape = optimizer.state[weight]["velocity"].shape == weight.shape
@@ -54,7 +40,7 @@ def sharded_run(rank, world):
 
     second = Momentum(param_groups(model, {"*.bias": {"nesterov": False}}))
     dcp.set_optimizer_state_dict(model, second, state)
-    train(model, second, range(3, 5))
+    train_on(model, second, range(3, 5))
     model[0].weight.grad = torch.zeros_like(weight)
     with CommDebugMode() as mode:
         second.step()
@@ -64,7 +50,7 @@ def sharded_run(rank, world):
 def test_sharded_equals_unsharded(tmp_path):
     model = make_model()
     optimizer = Momentum(model.parameters())
-    train(model, optimizer, range(5))
+    train_on(model, optimizer, range(5))
     optimizer.step()
     for got, kind, collectives in on_ranks(2, sharded_run, tmp_path):
         assert kind

@@ -46,7 +46,7 @@ def distributed(rank, world, kind, micros, sizes=None, source="microbatch", metr
     options = {"metric": metric, "optimizer": optimizer} if metric != "euclidean" else {}
     noise = NoiseScale(model, source=source, **options)
     mine = [(micro, rank) for micro in range(micros)]
-    got = train(model, optimizer, noise, lambda _: mine, accumulate, sizes)
+    got = train(model, optimizer, noise, mine, accumulate, sizes)
     for _ in range(2):
         with noise.microbatch(MICRO):
             loss_of(model, *sample(0, 0, rank)).backward()

@@ -12,16 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import in_turn
 from tests.distributed.training import MICRO, loss_of, make_model, sample, shard
 
 pytestmark = pytest.mark.distributed
 
 
-def in_a_module(model):
-    """As a trainer holds its model: not the wrapper itself."""
-    outer = nn.Sequential(DistributedDataParallel(model))
-    return outer
+def measured(model, x, y):
+    """A noise scale after one step of one micro-batch."""
+    noise = NoiseScale(model)
+    loss = loss_of(model, x, y)
+    with noise.microbatch(MICRO):
+        loss.backward()
+    noise.step()
+    return noise
+
+
+def refusal(function, *arguments, **options):
+    """What an error says."""
+    with pytest.raises(InputError) as error:
+        function(*arguments, **options)
+    return str(error.value)
 
 
 def wrapped(rank, world):
@@ -29,29 +40,17 @@ def wrapped(rank, world):
     found = []
     for wrap in (
         DistributedDataParallel,
-        in_a_module,
+        # As a trainer holds its model: not the wrapper itself.
+        lambda m: nn.Sequential(DistributedDataParallel(m)),
         lambda m: torch.compile(DistributedDataParallel(m), backend="eager"),
     ):
         model = wrap(make_model())
-        noise = NoiseScale(model)
-        loss = loss_of(model, *sample(0, 0, rank))
-        with noise.microbatch(MICRO):
-            loss.backward()
-        noise.step()
+        noise = measured(model, *sample(0, 0, rank))
         found.append([noise.world.kind, noise.estimate().noise_trace.item()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         NoiseScale(DistributedDataParallel(make_model()).module)
     return found, [str(w.message) for w in caught]
-
-
-def test_ddp_is_found_in_any_wrapping(tmp_path):
-    for found, messages in on_ranks(2, wrapped, tmp_path):
-        kinds, traces = zip(*found, strict=True)
-        assert set(kinds) == {"ddp"}
-        assert traces == pytest.approx([traces[0]] * 3, rel=1e-12)
-        assert len(messages) == 1
-        assert "only this process's samples are measured. Remedy: hand in" in messages[0]
 
 
 def one_rank_forgets(rank, world):
@@ -64,17 +63,9 @@ def one_rank_forgets(rank, world):
             loss.backward()
     else:
         loss.backward()
-    try:
-        noise.step()
-    except InputError as error:
-        return str(error)
+        return refusal(noise.step)
+    noise.step()
     return [noise.estimate().measurements.item(), noise.skipped.item()]
-
-
-def test_an_error_on_one_rank_does_not_hang_the_other(tmp_path):
-    first, second = on_ranks(2, one_rank_forgets, tmp_path)
-    assert first == [0, 1]
-    assert "at least 1 parts a step. Found 0" in second
 
 
 def tensor_parallel(rank, world):
@@ -86,40 +77,17 @@ def tensor_parallel(rank, world):
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
         if "dp" in names:
             fully_shard(model, mesh=mesh["dp"])
-        try:
-            NoiseScale(model)
-        except InputError as error:
-            found.append(str(error))
+        found.append(refusal(NoiseScale, model))
     return found
-
-
-def test_tensor_parallelism_is_refused(tmp_path):
-    for messages in on_ranks(2, tensor_parallel, tmp_path):
-        assert len(messages) == 2
-        assert all("Remedy: tensor parallelism is not supported" in m for m in messages)
 
 
 def refusals(rank, world):
-    found = []
-    for make in (
-        lambda: NoiseScale(DistributedDataParallel(make_model()), source="accumulated"),
-        lambda: NoiseScale(
-            model := shard(make_model()),
-            metric="preconditioned",
-            optimizer=torch.optim.Adam(model.parameters()),
-        ),
-    ):
-        try:
-            make()
-        except InputError as error:
-            found.append(str(error))
-    return found
-
-
-def test_what_cannot_work_is_refused(tmp_path):
-    for ddp, fsdp in on_ranks(2, refusals, tmp_path):
-        assert "`source` to be microbatch or per_example" in ddp
-        assert "`source` to be accumulated for metric='preconditioned'" in fsdp
+    sharded = shard(make_model())
+    optimizer = torch.optim.Adam(sharded.parameters())
+    return [
+        refusal(NoiseScale, DistributedDataParallel(make_model()), source="accumulated"),
+        refusal(NoiseScale, sharded, metric="preconditioned", optimizer=optimizer),
+    ]
 
 
 def spoiled(rank, world):
@@ -138,25 +106,53 @@ def spoiled(rank, world):
     return [noise.estimate().measurements.item(), noise.skipped.item()]
 
 
-def test_overflow_on_one_rank_is_left_out_on_all(tmp_path):
-    assert on_ranks(2, spoiled, tmp_path) == [[1, 1], [1, 1]]
-
-
 def mixed(rank, world):
     """bfloat16 compute with float32 reduction: the norms are those of bfloat16 gradients."""
     model = make_model().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, mp_policy=policy)
-    noise = NoiseScale(model)
-    x, y = sample(0, 0, rank)
-    loss = loss_of(model, x.bfloat16(), y.bfloat16())
-    with noise.microbatch(MICRO):
-        loss.backward()
-    noise.step()
-    return noise.estimate().as_dict()
+    return measured(model, *(t.bfloat16() for t in sample(0, 0, rank))).estimate().as_dict()
 
 
-def test_fsdp_mixed_precision(tmp_path):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank found, by function."""
+    functions = [wrapped, one_rank_forgets, tensor_parallel, refusals, spoiled, mixed]
+    return in_turn(2, functions, tmp_path_factory.mktemp("events"))
+
+
+def test_ddp_is_found_in_any_wrapping(results):
+    for found, messages in results["wrapped"]:
+        kinds, traces = zip(*found, strict=True)
+        assert set(kinds) == {"ddp"}
+        assert traces == pytest.approx([traces[0]] * 3, rel=1e-12)
+        assert len(messages) == 1
+        assert "this process's samples" in messages[0]
+
+
+def test_an_error_on_one_rank_does_not_hang_the_other(results):
+    first, second = results["one_rank_forgets"]
+    assert first == [0, 1]
+    assert "Found 0" in second
+
+
+def test_tensor_parallelism_is_refused(results):
+    for messages in results["tensor_parallel"]:
+        assert len(messages) == 2
+        assert all("tensor parallelism" in message for message in messages)
+
+
+def test_what_cannot_work_is_refused(results):
+    for ddp, fsdp in results["refusals"]:
+        assert "`source`" in ddp
+        assert "`source`" in fsdp
+
+
+def test_overflow_on_one_rank_is_left_out_on_all(results):
+    assert results["spoiled"] == [[1, 1], [1, 1]]
+
+
+def test_fsdp_mixed_precision(results):
     model = make_model()
     noise = NoiseScale(model)
     for rank in range(2):
@@ -164,6 +160,6 @@ def test_fsdp_mixed_precision(tmp_path):
             (loss_of(model, *sample(0, 0, rank)) / 2).backward()
     noise.step()
     expected = noise.estimate().as_dict()
-    for got in on_ranks(2, mixed, tmp_path):
+    for got in results["mixed"]:
         # 5 %: bfloat16 has eight bits, and noise is a difference of squares.
         assert got["noise_trace"] == pytest.approx(expected["noise_trace"], rel=0.05)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad.noise import NoiseScale
 from steadygrad.scale import LayerwiseGradScaler
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import in_turn, on_ranks
 from tests.distributed.training import MICRO, FsdpSync, Nothing, loss_of, make_model, sample
 
 pytestmark = pytest.mark.distributed
@@ -128,13 +128,14 @@ def both_ways(rank, world):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Each rank's results of every case, of contexts and of found passes."""
-    return on_ranks(2, both_ways, tmp_path_factory.mktemp("passes"))
+    """What each rank found, by function."""
+    functions = [both_ways, altered, summed, unusual]
+    return in_turn(2, functions, tmp_path_factory.mktemp("passes"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_found_passes_are_those_of_contexts_to_the_bit(name, results):
-    for rank in results:
+    for rank in results["both_ways"]:
         contexts, found = rank[name]
         assert found == contexts
         assert torch.isfinite(torch.tensor(found[0])).all()
@@ -143,7 +144,7 @@ def test_found_passes_are_those_of_contexts_to_the_bit(name, results):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp, kept gathered"])
 def test_scales_by_layer_change_nothing(kind, results):
-    for rank in results:
+    for rank in results["both_ways"]:
         plain, scaled = (torch.tensor(rank[name][1][0]) for name in (kind, f"{kind}, layerwise"))
         assert torch.equal(plain, scaled)
 
@@ -182,8 +183,8 @@ def altered(rank, world):
     return found
 
 
-def test_alterations_are_noticed_on_every_rank(tmp_path):
-    for rank in on_ranks(2, altered, tmp_path):
+def test_alterations_are_noticed_on_every_rank(results):
+    for rank in results["altered"]:
         for counts in rank:
             assert counts == [STEPS, 1]
 
@@ -197,8 +198,8 @@ def summed(rank, world):
     return [run.results() for run in runs]
 
 
-def test_a_reduction_that_adds_up_can_be_told(tmp_path):
-    for averaged, added in on_ranks(2, summed, tmp_path):
+def test_a_reduction_that_adds_up_can_be_told(results):
+    for averaged, added in results["summed"]:
         assert added == averaged
         assert added[1:] == [0, 0]
 
@@ -274,8 +275,8 @@ def unusual(rank, world):
     }
 
 
-def test_what_one_rank_notices_all_of_them_say(tmp_path):
-    ranks = on_ranks(2, unusual, tmp_path)
+def test_what_one_rank_notices_all_of_them_say(results):
+    ranks = results["unusual"]
     assert ranks[0] == ranks[1]
     alone = torch.tensor(one_rank_is_empty(None, 0))
     for ring in ranks[0]["empty"]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from steadygrad.watch import GradientWatch, check_accumulation
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import in_turn
 from tests.unit.watch.nets import FAULTS, Block, Stack, data, make, mse
 
 pytestmark = pytest.mark.distributed
@@ -44,7 +44,11 @@ def found_by(watch):
     return found and [found.kind, found.name, found.rank, found.batch]
 
 
-def faults(rank, world, kind):
+def faults(rank, world):
+    return {kind: faults_of(kind, rank) for kind in ("ddp", "fsdp", "checkpointed")}
+
+
+def faults_of(kind, rank):
     """All is well; bad batches on rank 1; what it alone sees in backward; a bad micro-batch."""
     said = []
     plain = build(kind)
@@ -78,19 +82,11 @@ def faults(rank, world, kind):
     return said
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "checkpointed"])
-def test_rank_and_culprit(kind, tmp_path):
-    expected = [
-        None,
-        ["batch", "", 1, 1],
-        None,
-        ["gradient", "blocks.1.place", 1, 0],
-        ["batch", "", 1, 0],
-    ]
-    assert on_ranks(2, faults, tmp_path, kind) == [expected, expected]
+def rows(rank, world):
+    return {kind: rows_of(kind, rank) for kind in ("ddp", "fsdp")}
 
 
-def rows(rank, world, kind):
+def rows_of(kind, rank):
     """A bad row of rank 1's batch, with a loss whose gradient is finite all the same."""
     model = wrap(build(kind), kind)
     watch = GradientWatch(model)
@@ -104,12 +100,6 @@ def rows(rank, world, kind):
         found = watch.report()
         said.append(found and [found.kind, found.rank, found.batch, found.row])
     return said
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_rank_and_row_of_a_bad_batch(kind, tmp_path):
-    expected = [None, ["batch", 1, 1, 0], ["batch", 1, 2, 1]]
-    assert on_ranks(2, rows, tmp_path, kind) == [expected, expected]
 
 
 def norms(rank, world):
@@ -134,15 +124,6 @@ def norms(rank, world):
     return [pairs, counter.get_total_counts(), wrong**0.5, [*found] == [*alone]]
 
 
-def test_norms_are_those_of_whole_gradients(tmp_path):
-    for pairs, collectives, local, same_names in on_ranks(2, norms, tmp_path):
-        # Sums of at most 64 float32 numbers in two orders.
-        assert all(a == pytest.approx(b, rel=1e-6) for a, b in pairs)
-        assert collectives == 1
-        assert local < 0.9 * pairs[-1][1]
-        assert same_names
-
-
 def accumulated(rank, world):
     """The same check on a sharded model and on a whole one, with a loop that divides wrongly."""
     found = []
@@ -165,8 +146,41 @@ def accumulated(rank, world):
     return found
 
 
-def test_accumulation_of_a_sharded_model(tmp_path):
-    for sharded, whole in on_ranks(2, accumulated, tmp_path):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank found, by function."""
+    return in_turn(2, [faults, rows, norms, accumulated], tmp_path_factory.mktemp("watch"))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "checkpointed"])
+def test_rank_and_culprit(kind, results):
+    expected = [
+        None,
+        ["batch", "", 1, 1],
+        None,
+        ["gradient", "blocks.1.place", 1, 0],
+        ["batch", "", 1, 0],
+    ]
+    assert [found[kind] for found in results["faults"]] == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rank_and_row_of_a_bad_batch(kind, results):
+    expected = [None, ["batch", 1, 1, 0], ["batch", 1, 2, 1]]
+    assert [found[kind] for found in results["rows"]] == [expected, expected]
+
+
+def test_norms_are_those_of_whole_gradients(results):
+    for pairs, collectives, local, same_names in results["norms"]:
+        # Sums of at most 64 float32 numbers in two orders.
+        assert all(a == pytest.approx(b, rel=1e-6) for a, b in pairs)
+        assert collectives == 1
+        assert local < 0.9 * pairs[-1][1]
+        assert same_names
+
+
+def test_accumulation_of_a_sharded_model(results):
+    for sharded, whole in results["accumulated"]:
         assert [window[0] for window in whole] == ["", "short", "means", "short"]
         assert [window[0] for window in sharded] == [window[0] for window in whole]
         for a, b in zip(sharded, whole, strict=True):

@@ -28,16 +28,16 @@ def loss_of(model, x, y):
     return (model(x) - y).square().sum(-1).mean()
 
 
-def train(model, optimizer, noise, micros, accumulate, sizes=None):
-    """``micros(step)`` lists this process's micro-batches as (micro, rank)."""
+def train(model, optimizer, noise, mine, accumulate, sizes=None):
+    """Steps of the micro-batches in ``mine``, as (micro, rank), or of several ranks as one."""
     for step in range(STEPS):
-        mine = micros(step)
-        for i, (micro, rank) in enumerate(mine):
-            n = sizes[rank] if sizes else MICRO
-            last = i == len(mine) - 1
-            with accumulate(last):
-                loss = loss_of(model, *sample(step, micro, rank, n)) / len(mine)
-                with noise.microbatch(n):
+        for i, (micro, ranks) in enumerate(mine):
+            ranks = [ranks] if isinstance(ranks, int) else ranks
+            data = [sample(step, micro, rank, sizes[rank] if sizes else MICRO) for rank in ranks]
+            x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+            with accumulate(i == len(mine) - 1):
+                loss = loss_of(model, x, y) / len(mine)
+                with noise.microbatch(len(x)):
                     loss.backward()
         noise.step()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -81,22 +81,10 @@ def single(world, micros, *, sizes=None, metric="euclidean", source="microbatch"
     if source == "per_example":
         options["source"] = source
     noise = NoiseScale(model, **options)
-    merge = source == "accumulated"
-    if merge:
-        for step in range(STEPS):
-            for micro in range(micros):
-                data = [sample(step, micro, rank) for rank in range(world)]
-                x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
-                with noise.microbatch(len(x)):
-                    (loss_of(model, x, y) / micros).backward()
-            noise.step()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        got = noise.estimate()
-        return [got.as_dict(), {k: g.as_dict() for k, g in got.by_group.items()}]
     every = [(micro, rank) for micro in range(micros) for rank in range(world)]
-    return train(model, optimizer, noise, lambda _: every, Nothing, sizes)
+    whole = [(micro, range(world)) for micro in range(micros)]
+    mine = whole if source == "accumulated" else every
+    return train(model, optimizer, noise, mine, Nothing, sizes)
 
 
 def shard(model, mesh=None, **options):

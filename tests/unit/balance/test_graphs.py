@@ -1,103 +1,75 @@
-"""Graphs of every kind: nests, shared trunks, freed graphs, hooks, and no wait for a device."""
+"""The graph between y and the losses: nests, heads, hooks, freed graphs, derivatives."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad import LossBalancer
+from steadygrad._checks import InputError
+from steadygrad.balance import graphs
 from tests.unit.balance.problems import (
+    CALLS,
+    CLOSE,
     WEIGHTS,
+    changed,
     draw,
+    go_back,
     gradient_handed_on,
     losses_of,
-    run,
+    make_model,
+    mass_of,
+    same_y,
 )
-
-CALLS = pytest.mark.parametrize("call", ["backward", "fork"])
-CLOSE = {"rtol": 1e-11, "atol": 1e-14}
-TARGET = draw(4, 7, seed=1)
-
-
-def outputs(seed=0):
-    """Leaves of two shapes, with something in between that is no output."""
-    return draw(4, 2, 3, seed=seed).requires_grad_(), draw(4, seed=seed + 1).requires_grad_()
 
 
 @CALLS
-def test_a_nest_is_balanced_like_its_concatenation(call):
-    def nested(balancer, audio, latent):
-        y = {"audio": (audio * 1, 3), "latent": [latent * 1, torch.ones(2)]}
-        ys = balancer.fork(y) if call == "fork" else dict.fromkeys(balancer.weights, y)
-        losses = {
-            "a": (ys["a"]["audio"][0] ** 2).mean(),
-            "b": 50 * ((ys["b"]["latent"][0] * ys["b"]["audio"][0].mean((1, 2))).sum()),
-        }
+@pytest.mark.parametrize("per_item", [True, False])
+def test_a_nest_is_balanced_like_its_concatenation(call, per_item):
+    def losses(audio, latent, audio_mean):
+        return {"a": (audio**2).mean(), "b": 50 * (latent * audio_mean).sum()}
+
+    def nested(ys):
         assert ys["a"]["audio"][1] == 3
-        if call == "fork":
-            sum(losses.values()).backward()
-        else:
-            balancer.backward(losses, y)
-        return torch.cat([audio.grad.flatten(1), latent.grad[:, None]], 1)
+        (audio, _), [latent, _] = ys["a"]["audio"], ys["b"]["latent"]
+        return losses(audio, latent, ys["b"]["audio"][0].mean((1, 2)))
 
     def joined(ys):
-        audio, latent = ys["a"][:, :6], ys["b"][:, 6]
-        return {
-            "a": (audio**2).mean(),
-            "b": 50 * (latent * ys["b"][:, :6].mean(1)).sum(),
-        }
+        return losses(ys["a"][:, :6], ys["b"][:, 6], ys["b"][:, :6].mean(1))
 
-    for per_item in (True, False):
-        audio, latent = outputs()
-        got = nested(LossBalancer({"a": 1, "b": 2}, per_batch_item=per_item), audio, latent)
-        flat = torch.cat([audio.detach().flatten(1), latent.detach()[:, None]], 1)
-        balancer = LossBalancer({"a": 1, "b": 2}, per_batch_item=per_item)
-        torch.testing.assert_close(got, gradient_handed_on(balancer, joined, flat), **CLOSE)
+    audio, latent = draw(4, 2, 3).requires_grad_(), draw(4, seed=1).requires_grad_()
+    y = {"audio": (audio * 1, 3), "latent": [latent * 1, torch.ones(2)]}
+    options = {"weights": {"a": 1, "b": 2}, "per_batch_item": per_item}
+    go_back(LossBalancer(**options), y, nested, call)
+    flat = torch.cat([audio.detach().flatten(1), latent.detach()[:, None]], 1)
+    expected = gradient_handed_on(LossBalancer(**options), joined, flat)
+    got = torch.cat([audio.grad.flatten(1), latent.grad[:, None]], 1)
+    torch.testing.assert_close(got, expected, **CLOSE)
 
 
 @CALLS
 def test_a_tensor_that_is_there_twice_counts_once(call):
     y = draw(4, 7).requires_grad_()
-    balancer = LossBalancer({"a": 1, "b": 1})
-    nest = {"wave": y, "again": [y, 5]}
-    ys = balancer.fork(nest) if call == "fork" else dict.fromkeys(balancer.weights, nest)
-    losses = {"a": ys["a"]["again"][0].sum(), "b": 3 * ys["b"]["wave"].sum()}
-    assert ys["a"]["again"][1] == 5
-    if call == "fork":
-        sum(losses.values()).backward()
-    else:
-        balancer.backward(losses, nest)
+    losses = lambda ys: {"a": ys["a"]["again"][0].sum(), "b": 3 * ys["b"]["wave"].sum()}  # noqa: E731
+    go_back(LossBalancer({"a": 1, "b": 1}), {"wave": y, "again": [y, 5]}, losses, call)
     # Both point the same way: every item's norm is the total.
     torch.testing.assert_close(y.grad.norm(dim=1), torch.ones(4).double(), rtol=1e-9, atol=0)
 
 
 @CALLS
 def test_an_output_that_no_loss_uses_gets_no_gradient(call):
-    used, unused = outputs()
-    balancer = LossBalancer({"a": 1})
+    used, unused = draw(4, 7).requires_grad_(), draw(4).requires_grad_()
     y = [used * 1, unused * 1]
-    if call == "fork":
-        (balancer.fork(y)["a"][0] ** 2).sum().backward()
-    else:
-        balancer.backward({"a": (y[0] ** 2).sum()}, y)
+    go_back(LossBalancer({"a": 1}), y, lambda ys: {"a": (ys["a"][0] ** 2).sum()}, call)
     assert used.grad is not None
     assert unused.grad is None
-
-
-def test_a_loss_may_use_the_copy_several_times():
-    twice = lambda ys: {"a": (ys["a"] * ys["a"].detach()).sum() + ys["a"].exp().sum()}  # noqa: E731
-    got = [
-        gradient_handed_on(LossBalancer({"a": 1}), twice, draw(4, 7), c)
-        for c in ("backward", "fork")
-    ]
-    torch.testing.assert_close(*got, **CLOSE)
 
 
 def test_copies_refuse_to_be_changed_in_place():
     ys = LossBalancer({"a": 1, "b": 1}).fork(draw(4, 7).requires_grad_() * 1)
     with pytest.raises(RuntimeError, match="modified inplace"):
         ys["a"].add_(1)
-    assert torch.equal(ys["b"], draw(4, 7))
 
 
 def trunk_and_heads():
@@ -107,31 +79,22 @@ def trunk_and_heads():
     return trunk, heads
 
 
-def test_only_shared_graphs_are_kept_and_the_last_is_freed():
-    """Seen by what each backward pass may still do afterwards."""
-    trunk, heads = trunk_and_heads()
-    y = draw(4, 7).requires_grad_() * 1
-    features = trunk(y)
-    apart = (y**3).mean()
-    losses = {"a": heads["a"](features).mean(), "b": heads["b"](features).square().mean()}
-    LossBalancer({"a": 1, "b": 1, "c": 1}).backward({**losses, "c": apart}, y)
-    for loss in (apart, features.sum()):
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-
-
-def test_a_graph_that_no_other_loss_needs_is_freed_at_once(monkeypatch):
+def test_a_graph_is_freed_as_soon_as_no_other_loss_needs_it(monkeypatch):
     """First comes a loss that stands apart, then two that share a trunk."""
     kept, grad = [], torch.autograd.grad
     monkeypatch.setattr(
         torch.autograd, "grad", lambda *a, **k: kept.append(k["retain_graph"]) or grad(*a, **k)
     )
     trunk, heads = trunk_and_heads()
-    y = draw(4, 7).requires_grad_() * 1
+    source = draw(4, 7).requires_grad_()
+    y = source.exp()
     features = trunk(y)
     losses = {"c": (y**3).mean(), **{k: heads[k](features).mean() for k in heads}}
     LossBalancer({"a": 1, "b": 1, "c": 1}).backward(losses, y)
     assert kept == [False, True, False]
+    for freed in (losses["c"], features.sum(), y.sum()):
+        with pytest.raises(RuntimeError, match="second time"):
+            freed.backward()
 
 
 def test_graphs_are_kept_on_request():
@@ -146,29 +109,21 @@ def test_graphs_are_kept_on_request():
     assert not torch.equal(once, source.grad)
 
 
-def test_a_shared_trunk_gets_the_plain_gradient():
+def test_heads_get_an_ordinary_backward_pass_through_a_fork():
+    """Their plain gradient, added to what is there; hooks of DDP and others run once."""
     trunk, heads = trunk_and_heads()
-    make = lambda ys: {k: head(trunk(ys[k])).square().mean() for k, head in heads.items()}  # noqa: E731
+    losses = lambda ys: {k: head(trunk(ys[k])).square().mean() for k, head in heads.items()}  # noqa: E731
     y = draw(4, 7)
-    sum(make({"a": y, "b": y}).values()).backward()
+    sum(losses({"a": y, "b": y}).values()).backward()
     parameters = [*trunk.parameters(), *heads["a"].parameters(), *heads["b"].parameters()]
-    expected = [p.grad.clone() for p in parameters]
+    expected, calls = [p.grad.clone() for p in parameters], []
     for p in parameters:
         p.grad = torch.ones_like(p)
-    gradient_handed_on(LossBalancer({"a": 1, "b": 9}), make, y, "fork")
+        p.register_post_accumulate_grad_hook(calls.append)
+    gradient_handed_on(LossBalancer({"a": 1, "b": 9}), losses, y, "fork")
     for p, e in zip(parameters, expected, strict=True):
         torch.testing.assert_close(p.grad, 1 + e, **CLOSE)
-
-
-def test_heads_see_their_hooks_once():
-    """Hooks of DDP and others on parameters run as in an ordinary backward pass."""
-    trunk, heads = trunk_and_heads()
-    calls = []
-    for name, p in trunk.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, n=name: calls.append(n))
-    make = lambda ys: {k: head(trunk(ys[k])).mean() for k, head in heads.items()}  # noqa: E731
-    gradient_handed_on(LossBalancer({"a": 1, "b": 1}), make, draw(4, 7), "fork")
-    assert sorted(calls) == ["0.bias", "0.weight"]
+    assert len(calls) == len(parameters)
 
 
 @CALLS
@@ -178,7 +133,7 @@ def test_hooks_of_the_output_see_the_balanced_gradient_alone(call):
     y = source * 1
     y.retain_grad()
     y.register_hook(lambda g: seen.append(g.clone()))
-    run(LossBalancer(WEIGHTS), y, TARGET, call)
+    go_back(LossBalancer(WEIGHTS), y, losses_of, call)
     assert len(seen) == 1
     assert torch.equal(seen[0], source.grad)
     assert torch.equal(y.grad, source.grad)
@@ -205,16 +160,116 @@ class Reads(TorchDispatchMode):
     ids=["default", "monitor", "weighted"],
 )
 def test_nothing_is_read_from_the_device(call, options):
-    balancer = LossBalancer(WEIGHTS, **options)
-    scale = torch.tensor(8.0)
+    balancer, scale = LossBalancer(WEIGHTS, **options), torch.tensor(8.0)
     with Reads() as reads:
         for _ in range(2):
-            gradient_handed_on(
-                balancer, lambda ys: losses_of(ys, TARGET), draw(4, 7), call, grad_scale=scale
-            )
+            gradient_handed_on(balancer, losses_of, draw(4, 7), call, grad_scale=scale)
         balancer.set_weights({"l1": 3.0})
+        balancer.end_step()
         assert len(balancer.metrics) >= 9 * 3
     assert reads.found == []
     with Reads() as reads:
         float(balancer.metrics["norm_l1"])
     assert reads.found == ["_local_scalar_dense"]
+
+
+def test_one_walk_for_all_outputs_and_one_for_each_loss(monkeypatch):
+    """Whatever their number: with a walk for each, hundreds of outputs took seconds."""
+    visited, walk = [], graphs._upstream
+    monkeypatch.setattr(graphs, "_upstream", lambda *a: visited.append(walk(*a)) or visited[-1])
+    source = draw(4, 7).requires_grad_()
+    y, x = [], source
+    for _ in range(50):
+        x = x.tanh()
+        y.append(x * 1)
+    losses = {k: sum(leaf.abs().mean() * i for leaf in y) for i, k in enumerate("ab", 1)}
+    LossBalancer({"a": 1, "b": 1}).backward(losses, y)
+    # What is upstream of all outputs: 50 tanh and the source.
+    assert len(visited[0]) == 51
+    assert len(visited) == 3
+
+
+def from_upstream(y, z, decoder):
+    return 1e-3 * z.square().mean() + y.mean()
+
+
+def from_a_weight(y, z, decoder):
+    return F.linear(y, decoder.weight).mean()
+
+
+@pytest.mark.parametrize("beside", [from_upstream, from_a_weight], ids=lambda f: f.__name__)
+def test_gradient_that_would_reach_the_model_beside_y(beside):
+    torch.manual_seed(0)
+    encoder, decoder, critic = (nn.Linear(n, m).double() for n, m in ((5, 7), (7, 7), (7, 1)))
+    z = encoder(draw(4, 5))
+    y, balancer = decoder(z.tanh()), LossBalancer(WEIGHTS)
+    losses = {**losses_of({"l2": y, "adv": y}), "l1": beside(y, z, decoder)}
+    losses["adv"] = losses["adv"] + critic(y).mean()
+    with pytest.raises(InputError, match="'l1'"):
+        balancer.backward(losses, y)
+    assert encoder.weight.grad is decoder.weight.grad is critic.weight.grad is None
+    assert mass_of(balancer).sum() == 0
+
+
+def test_another_output_of_the_same_node_is_beside_y():
+    source = draw(4, 14).requires_grad_()
+    y, other = (2 * source).split(7, dim=1)
+    balancer = LossBalancer({"a": 1, "b": 1})
+    losses = {"a": y.sum(), "b": (y * other).sum()}
+    with pytest.raises(InputError, match="'b'"):
+        balancer.backward(losses, y)
+    assert source.grad is None
+    # Both handed in, nothing is lost.
+    balancer.backward(losses, [y, other])
+    assert (source.grad != 0).all()
+
+
+def test_losses_of_a_critic_that_learns_are_none_of_that():
+    """Its weights are no way into the model, also where nobody asks for their gradient."""
+    model, critic = make_model(), nn.Linear(7, 1).double()
+    y = model(draw(4, 5))
+    LossBalancer(WEIGHTS).backward(changed(adv=lambda y: critic(y).mean())(same_y(y)), y)
+    assert model[0].weight.grad is not None
+    assert critic.weight.grad is None
+
+
+def test_a_second_derivative_through_a_fork_is_refused():
+    x = draw(4, 7).requires_grad_()
+    loss = sum(losses_of(LossBalancer(WEIGHTS).fork(x * 1)).values())
+    (got,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        got.square().sum().backward()
+
+
+def derivative(u, x):
+    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def test_losses_of_derivatives_are_balanced_where_these_are_forked():
+    """As in a physics-informed loss: to the bit what `backward` does with both as the output."""
+    net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x = draw(5, 1).requires_grad_()
+
+    def losses(ys):
+        pde = (ys["pde"]["u"] + ys["pde"]["u_xx"]).square().mean()
+        return {"pde": pde, "edge": ys["edge"]["u"][0].square().sum()}
+
+    def gradients(call):
+        net.zero_grad()
+        y = {"u": net(x)}
+        y["u_xx"] = derivative(derivative(y["u"], x), x)
+        if call == "backward":
+            y = {name: tensor * 1 for name, tensor in y.items()}
+        go_back(LossBalancer({"pde": 1, "edge": 2}), y, losses, call)
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    for found, expected in zip(gradients("fork"), gradients("backward"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_derivative_of_a_forks_copy_is_refused_before_anything_is_counted():
+    x, balancer = draw(5, 1).requires_grad_(), LossBalancer(WEIGHTS)
+    ys = balancer.fork(x.sin())
+    with pytest.raises(InputError, match="derivative"):
+        derivative(ys["l1"], x)
+    assert not balancer.metrics

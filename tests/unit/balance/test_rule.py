@@ -1,22 +1,27 @@
-"""The rule itself: against the literal reference, and where the answer is known."""
+"""The rule: against the literal reference, where the answer is known, and who takes part in it."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from steadygrad import LossBalancer
 from tests.reference.balance import ReferenceBalancer
 from tests.unit.balance.problems import (
+    CALLS,
+    CLOSE,
     WEIGHTS,
+    assert_same_state,
+    averages_of,
+    changed,
     draw,
+    go_back,
     gradient_handed_on,
     losses_of,
-    make_model,
     partial_gradients,
     same_y,
+    state_of,
+    times,
 )
-
-# float64; sums of a few dozen numbers in another order
-CLOSE = {"rtol": 1e-11, "atol": 1e-14}
 
 OPTIONS = {
     "default": {},
@@ -30,108 +35,48 @@ OPTIONS = {
 }
 
 
-def reference_for(options, weights=WEIGHTS):
-    names = {"per_batch_item": "per_item", "balance_grads": "balance"}
-    return ReferenceBalancer(weights, **{names.get(k, k): v for k, v in options.items()})
+def reference_gradients(losses, y):
+    """Each loss's gradient of y, as the reference takes those of one process."""
+    leaf = y.clone().requires_grad_()
+    grads = partial_gradients(losses(same_y(leaf)), leaf)
+    return [{k: g.tolist() for k, g in grads.items()}]
 
 
-@pytest.mark.parametrize("call", ["backward", "fork"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equals_the_literal_rule(options, call):
-    balancer, reference = LossBalancer(WEIGHTS, **options), reference_for(options)
+def test_both_calls_are_the_literal_rule(options):
+    names = {"per_batch_item": "per_item", "balance_grads": "balance"}
+    reference = ReferenceBalancer(WEIGHTS, **{names.get(k, k): v for k, v in options.items()})
+    balancer, forked = LossBalancer(WEIGHTS, **options), LossBalancer(WEIGHTS, **options)
     for step in range(6):
         y, target = draw(4, 7, seed=step) * (step + 1), draw(4, 7, seed=100 + step)
-        got = gradient_handed_on(balancer, lambda ys, t=target: losses_of(ys, t), y, call)
-        leaf = y.requires_grad_()
-        grads = partial_gradients(losses_of(same_y(leaf), target), leaf)
-        ((expected,),) = reference.step([[{k: g.tolist() for k, g in grads.items()}]], [4])
+        losses = lambda ys, t=target: losses_of(ys, t)  # noqa: E731
+        got = gradient_handed_on(balancer, losses, y)
+        assert torch.equal(gradient_handed_on(forked, losses, y, "fork"), got)
+        ((expected,),) = reference.step([reference_gradients(losses, y)], [4])
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    assert_same_state(state_of(forked), state_of(balancer))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_both_calls_agree_to_the_bit(options):
-    trajectories = []
-    for call in ("backward", "fork"):
-        model, balancer = make_model(torch.float32), LossBalancer(WEIGHTS, **options)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for step in range(8):
-            x, target = (draw(6, n, seed=step + n, dtype=torch.float32) for n in (5, 7))
-            y = model(x)
-            if call == "fork":
-                sum(losses_of(balancer.fork(y), target).values()).backward()
-            else:
-                balancer.backward(losses_of(same_y(y), target), y)
-            optimizer.step()
-            optimizer.zero_grad()
-        state = balancer.state_dict()
-        trajectories.append([*model.state_dict().values(), *state.values()])
-    for one, other in zip(*trajectories, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_effective_loss_is_the_losses_times_their_scales():
-    balancer = LossBalancer(WEIGHTS)
-    y, target = draw(4, 7).requires_grad_(), draw(4, 7, seed=1)
-    losses = losses_of(same_y(y), target)
-    effective = balancer.backward(losses, y)
-    metrics = balancer.metrics
-    expected = sum(metrics[f"scale_{k}"] * loss.detach() for k, loss in losses.items())
-    torch.testing.assert_close(effective, expected, **CLOSE)
-    assert not effective.requires_grad
-    assert effective.shape == ()
-
-
-def norm_of(loss, leaf):
-    """The mean over items of each item's norm."""
-    return torch.autograd.grad(loss, leaf, retain_graph=True)[0].norm(dim=1).mean()
-
-
-@pytest.mark.parametrize("where", ["constructor", "call"])
-def test_the_effective_loss_is_that_of_losses_that_carry_nothing(where):
-    told = {"grad_scale": 8.0, "accumulation_steps": 4}
-    y = draw(4, 7)
-    leaf = y.clone().requires_grad_()
-    losses = losses_of(same_y(leaf), draw(4, 7, seed=1))
-    plain = LossBalancer(WEIGHTS).backward(losses, leaf, retain_graph=True)
-    balancer = LossBalancer(WEIGHTS, **(told if where == "constructor" else {}))
-    carried = {k: 2 * v for k, v in losses.items()}
-    options = told if where == "call" else {}
-    effective = balancer.backward(carried, leaf, retain_graph=True, **options)
-    torch.testing.assert_close(effective, plain, rtol=1e-12, atol=0)
-    # The pool holds norms without either.
-    assert balancer.state.numbers().position.tolist() == [1.0] * 3
-    torch.testing.assert_close(
-        balancer.metrics["norm_l2"], norm_of(losses["l2"], leaf), rtol=1e-12, atol=0
-    )
-    # One that is not finite counts as none, and not as NaN.
-    broken = {**carried, "l2": leaf.sum() * torch.nan}
-    effective = balancer.backward(broken, leaf, retain_graph=True, **options)
-    scales = balancer.metrics
-    rest = sum(scales[f"scale_{k}"] * losses[k].detach() for k in ("l1", "adv"))
-    torch.testing.assert_close(effective, rest, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("call", ["backward", "fork"])
-def test_one_loss_is_its_own_backward_up_to_the_scale(call):
-    y = draw(4, 7)
-    make = lambda ys: {"a": (ys["a"] ** 3).mean()}  # noqa: E731
-    got = gradient_handed_on(LossBalancer({"a": 2.5}, total_norm=3.0), make, y, call)
-    plain = gradient_handed_on(LossBalancer({"a": 1}, balance_grads=False), make, y, call)
-    torch.testing.assert_close(plain, 3 * y**2 / y.numel(), **CLOSE)
-    ratio = got / plain
-    torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio), **CLOSE)
-    assert got.norm(dim=1).mean().item() == pytest.approx(3.0, rel=1e-9)  # eps of 1e-12
-
-
-def directions(angle):
-    """Two losses with gradients of norm 1e-3 and 50 at an angle (cosine), one item."""
-    a = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    b = torch.tensor([angle, (1 - angle**2) ** 0.5], dtype=torch.float64)
-    return lambda ys: {"a": 1e-3 * (ys["a"] @ a).sum(), "b": 50 * (ys["b"] @ b).sum()}
+def test_micro_batches_follow_the_literal_rule():
+    """Pooled norms, and losses missing in some micro-batches."""
+    options = {"ema_decay": 0.5, "total_norm": 2.0}
+    balancer, reference = LossBalancer(WEIGHTS, **options), ReferenceBalancer(WEIGHTS, **options)
+    there = [["l1", "l2", "adv"], ["l2"], ["l1", "adv"]]
+    for step in range(3):
+        micros, got = [], []
+        for part, names in enumerate(there):
+            y = draw(4, 7, seed=100 + 10 * step + part)
+            some = lambda ys, n=names: losses_of({k: ys[k] for k in n})  # noqa: E731
+            third = times(1 / 3, some)
+            got.append(3 * gradient_handed_on(balancer, third, y, accumulation_steps=3))
+            micros.append(reference_gradients(some, y))
+        expected = reference.step(micros, [4])
+        for g, (e,) in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, torch.tensor(e, dtype=torch.float64), **CLOSE)
 
 
 @pytest.mark.parametrize(
-    ("angle", "expected"),
+    ("cosine", "expected"),
     [
         (1.0, 1.0),  # aligned: the norms add up to the total
         (0.0, (0.25**2 + 0.75**2) ** 0.5),  # orthogonal: as in Pythagoras
@@ -139,49 +84,32 @@ def directions(angle):
     ],
     ids=["aligned", "orthogonal", "opposed"],
 )
-@pytest.mark.parametrize("call", ["backward", "fork"])
-def test_norm_of_the_sum(angle, expected, call):
+def test_norm_of_the_sum(cosine, expected):
+    """Two losses with gradients of norm 1e-3 and 50, one item."""
+    a = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    b = torch.tensor([cosine, (1 - cosine**2) ** 0.5], dtype=torch.float64)
+    losses = lambda ys: {"a": 1e-3 * (ys["a"] @ a).sum(), "b": 50 * (ys["b"] @ b).sum()}  # noqa: E731
     balancer = LossBalancer({"a": 1, "b": 3}, monitor=True)
-    got = gradient_handed_on(balancer, directions(angle), draw(1, 2), call)
+    got = gradient_handed_on(balancer, losses, draw(1, 2))
     assert got.norm().item() == pytest.approx(expected, rel=1e-9)
     assert balancer.metrics["total"].item() == pytest.approx(expected, rel=1e-9)
-    assert balancer.metrics["cosine_a_b"].item() == pytest.approx(angle, abs=1e-12)
+    assert balancer.metrics["cosine_a_b"].item() == pytest.approx(cosine, abs=1e-12)
     assert balancer.metrics["share_after_a"].item() == pytest.approx(0.25)
     assert balancer.metrics["share_before_a"].item() == pytest.approx(1e-3 / 50.001)
 
 
-def test_equal_losses_are_one_loss():
-    y, target = draw(4, 7), draw(4, 7, seed=1)
-    both = lambda ys: {k: (ys[k] - target).square().mean() for k in ys}  # noqa: E731
-    two = gradient_handed_on(LossBalancer({"a": 1, "b": 3}), both, y)
-    one = gradient_handed_on(LossBalancer({"a": 1}), both, y)
-    torch.testing.assert_close(two, one, **CLOSE)
-
-
-def test_scale_of_a_loss_does_not_matter():
-    y, target = draw(4, 7), draw(4, 7, seed=1)
-
-    def scaled(factor):
-        def make(ys):
-            losses = losses_of(ys, target)
-            return {**losses, "adv": factor * losses["adv"]}
-
-        return gradient_handed_on(LossBalancer(WEIGHTS, eps=0), make, y)
-
-    torch.testing.assert_close(scaled(1e6), scaled(1.0), **CLOSE)
-
-
-def test_metrics_name_shares_before_and_after():
+def test_metrics_of_the_first_step():
+    """In which the average is the step's own norm."""
     balancer = LossBalancer(WEIGHTS)
     assert balancer.metrics == {}
-    target = draw(4, 7, seed=1)
-    gradient_handed_on(balancer, lambda ys: losses_of(ys, target), draw(4, 7))
+    gradient_handed_on(balancer, losses_of, draw(4, 7))
     metrics = {k: v.item() for k, v in balancer.metrics.items()}
     norms = {k: metrics[f"norm_{k}"] for k in WEIGHTS}
+    # Far apart, so that no test of balancing can pass by accident.
+    assert norms["l2"] > 10 * norms["l1"] > 10 * norms["adv"]
     for name, weight in WEIGHTS.items():
         assert metrics[f"share_before_{name}"] == pytest.approx(norms[name] / sum(norms.values()))
         assert metrics[f"ratio_{name}"] == pytest.approx(metrics[f"share_before_{name}"])
-        # In the first step the average is the step's own norm.
         assert metrics[f"share_after_{name}"] == pytest.approx(weight / 7)
         assert metrics[f"target_{name}"] == pytest.approx(weight / 7)
         assert metrics[f"average_{name}"] == pytest.approx(norms[name])
@@ -193,10 +121,101 @@ def test_passes_encodecs_own_test(balance_grads, expected):
     """Its `test()`: two losses that pull one number apart, one of them a hundred times as hard."""
     x = torch.zeros(1, requires_grad=True)
     one = torch.ones_like(x)
-    losses = {
-        "1": torch.nn.functional.l1_loss(x, one),
-        "2": 100 * torch.nn.functional.l1_loss(x, -one),
-    }
-    balancer = LossBalancer({"1": 1, "2": 1}, balance_grads=balance_grads)
-    balancer.backward(losses, x)
+    losses = {"1": F.l1_loss(x, one), "2": 100 * F.l1_loss(x, -one)}
+    LossBalancer({"1": 1, "2": 1}, balance_grads=balance_grads).backward(losses, x)
     assert torch.allclose(x.grad, torch.tensor(expected))
+
+
+def test_float16_outputs_with_tiny_gradients():
+    tiny = lambda ys: {"a": (ys["a"] * 2.0**-20).sum(), "b": (ys["b"] * 2.0**-3).sum()}  # noqa: E731
+    balancer = LossBalancer({"a": 1, "b": 1}, total_norm=10.0)
+    got = gradient_handed_on(balancer, tiny, draw(4, 7).half())
+    assert balancer.metrics["scale_a"] > 65504
+    assert got.dtype == torch.float16
+    # Both point the same way, so each item's norm is the total; 1e-3: fp16 has 11 bits.
+    torch.testing.assert_close(got.float().norm(dim=1), torch.full((4,), 10.0), rtol=1e-3, atol=0)
+
+
+# How the second loss is left out, and the metric that counts it.
+LEFT_OUT = {
+    "missing": (None, None),
+    "nan": (lambda y: y[0, 0] * torch.nan, "nonfinite"),
+    "inf": (lambda y: y[0, 0] * torch.inf, "nonfinite"),
+    "flat": (lambda y: 0.0 * y.sum() + 0.5, "zero"),
+}
+
+
+@CALLS
+@pytest.mark.parametrize("why", LEFT_OUT)
+def test_a_loss_that_takes_no_part_leaves_its_share_to_the_others(call, why):
+    rule, count = LEFT_OUT[why]
+    balancer, y = LossBalancer(WEIGHTS), draw(4, 7)
+    healthy = gradient_handed_on(balancer, losses_of, y, call)
+    average, counts = averages_of(balancer)[1], []
+    for _ in range(2):
+        got = gradient_handed_on(balancer, changed(l2=rule), y, call)
+        alone = LossBalancer({"l1": 1, "adv": 4})
+        torch.testing.assert_close(got, gradient_handed_on(alone, changed(l2=None), y), **CLOSE)
+        metrics = balancer.metrics
+        counts.append([metrics[f"{kind}_{k}"] for kind in ("nonfinite", "zero") for k in WEIGHTS])
+    assert averages_of(balancer)[1] == average
+    assert metrics["scale_l2"].item() == 0.0
+    targets = [metrics[f"target_{k}"].item() for k in WEIGHTS]
+    assert targets == [pytest.approx(1 / 5), 0.0, pytest.approx(4 / 5)]
+    # Those that were handed out before have not moved.
+    for expected, found in enumerate(counts, 1):
+        assert [n.item() for n in found] == [
+            expected if (kind, k) == (count, "l2") else 0
+            for kind in ("nonfinite", "zero")
+            for k in WEIGHTS
+        ]
+    torch.testing.assert_close(gradient_handed_on(balancer, losses_of, y, call), healthy, **CLOSE)
+
+
+EMPTY = torch.zeros(4, 7, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("balance_grads", "weight", "rule", "value"),
+    [
+        # A mean over nothing: its value is NaN, and its gradient zero.
+        (True, 3.0, lambda y: y[EMPTY].mean(), 0.0),
+        (False, 3.0, lambda y: y[EMPTY].mean(), 0.0),
+        (True, 0.0, lambda y: y.sum() + torch.inf, 0.0),
+        (True, 3.0, lambda y: y.sum() * torch.nan, 0.0),
+        (True, 3.0, lambda y: 0 * y.sum() + 5, 0.0),
+        # The plain sum of values has also those without a slope.
+        (False, 3.0, lambda y: 0 * y.sum() + 5, 15.0),
+    ],
+    ids=["empty", "empty, weighted", "no weight", "nan", "flat", "flat, weighted"],
+)
+def test_the_effective_loss_has_no_loss_that_takes_no_part(balance_grads, weight, rule, value):
+    y, options = draw(4, 7).requires_grad_(), {"balance_grads": balance_grads}
+    alone = LossBalancer({"a": 2.0}, **options).backward({"a": y.square().mean()}, y)
+    losses = {"a": y.square().mean(), "b": rule(y)}
+    effective = LossBalancer({"a": 2.0, "b": weight}, **options).backward(losses, y)
+    torch.testing.assert_close(effective, alone + value, rtol=0, atol=0)
+    assert not effective.requires_grad
+    assert effective.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.float16, torch.float16), torch.float32),
+        ((torch.float32, torch.float16), torch.float32),
+        ((torch.float32, torch.float64), torch.float64),
+    ],
+)
+def test_the_effective_loss_has_the_widest_type_of_the_losses(dtypes, expected):
+    y = draw(4, 7).requires_grad_()
+    losses = {k: y.abs().mean().to(d) for k, d in zip("ab", dtypes, strict=True)}
+    scale = torch.tensor(2.0).double()
+    assert LossBalancer({"a": 1, "b": 1}).backward(losses, y, grad_scale=scale).dtype == expected
+
+
+def test_the_effective_loss_is_that_of_losses_that_carry_nothing():
+    y, told = draw(4, 7).requires_grad_(), {"grad_scale": 8.0, "accumulation_steps": 4}
+    plain = LossBalancer(WEIGHTS).backward(losses_of(same_y(y)), y)
+    effective = go_back(LossBalancer(WEIGHTS), y, times(2), **told)
+    torch.testing.assert_close(effective, plain, rtol=1e-12, atol=0)

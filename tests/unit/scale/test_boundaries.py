@@ -5,8 +5,14 @@ import torch
 
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
-from tests.unit.scale.topologies import Record
-from tests.unit.scale.training import SCALES, Poison, loss_on, make, train_step
+from tests.unit.scale.training import (
+    SCALES,
+    Poison,
+    assert_equal,
+    loss_on,
+    make,
+    unscaled_gradients,
+)
 from tests.unit.test_nests import HIDDEN, KINDS
 
 
@@ -70,32 +76,6 @@ def test_masters_keep_what_float16_could_not():
     assert 0 < gradient.abs().max() < 2.0**-24
 
 
-def test_measures_exponents_on_demand():
-    model, optimizer = make()
-    scaler = LayerwiseGradScaler(model, {"a": 1.0, "b": 4.0})
-    assert scaler.measured is None
-    scaler.measure()
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = loss_on(model, 0)
-    scaler.scale(loss).backward()
-    raw = [p.grad.clone() for p in model.b.parameters()]
-    scaler.step(optimizer)
-    scaler.update()
-    found = scaler.measured
-    assert found.scales.tolist() == [1.0, 1.0, 4.0]
-    assert found.weights.sum(1).tolist() == [12, 25, 60]
-    # The loss's: b's input and output outside, a's output and the data, which needs no gradient.
-    assert found.activations.sum(1).tolist() == [90, 30, 60]
-    exponents = torch.cat([torch.frexp(g.flatten()).exponent - 1 for g in raw])
-    for exponent in exponents.unique().tolist():
-        expected = (exponents == exponent).sum()
-        assert found.weights[2, exponent + 149 + 1] == expected
-    scaler.measure(False)
-    train_step(model, optimizer, scaler, 1)
-    assert scaler.measured is found
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_sees_an_overflow_in_a_pass_that_makes_a_graph():
     model, optimizer = make()
@@ -150,20 +130,19 @@ def test_a_backward_pass_on_the_other_side_of_an_update_is_refused():
 )
 def test_scales_whose_product_no_float32_holds(scales, loss_scale):
     """Neither do the gradients overflow nor the numbers that multiply them."""
+    linear = torch.nn.Linear
 
     def gradients(scales, loss_scale):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
-            torch.nn.Linear(4, 4), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+            linear(4, 4), torch.nn.Sequential(*(linear(4, 4) for _ in range(2)))
         )
-        scaler = LayerwiseGradScaler(model, scales, init_scale=loss_scale)
-        scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters()))
-        return [p.grad for p in model.parameters()]
+        loss = lambda model: model(torch.ones(3, 4)).square().sum()  # noqa: E731
+        return unscaled_gradients(model, scales, loss, init_scale=loss_scale)
 
-    for found, expected in zip(gradients(scales, loss_scale), gradients({}, 1.0), strict=True):
-        assert expected.abs().max() > 0
-        assert torch.equal(found, expected)
+    expected = gradients({}, 1.0)
+    assert all(gradient.abs().max() > 0 for gradient in expected.values())
+    assert_equal(gradients(scales, loss_scale), expected)
 
 
 def test_batched_gradients_pass():
@@ -197,30 +176,10 @@ def test_gradients_in_every_kind_of_nest_are_the_plain_ones(kind):
     def gradients(scales):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(Returns(make_nest, value_of) for _ in range(3)))
-        scaler = LayerwiseGradScaler(model, scales)
         nest = make_nest(torch.ones(2, 4, requires_grad=True))
-        scaler.scale(value_of(model(nest)).square().sum()).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters()))
-        return [parameter.grad for parameter in model.parameters()]
+        return unscaled_gradients(model, scales, lambda m: value_of(m(nest)).square().sum())
 
-    for found, expected in zip(gradients({"0": 4.0, "1": 8.0}), gradients({}), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_gradients_in_packed_sequences_are_the_plain_ones():
-    def gradients(scales):
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 4), "rnn": torch.nn.LSTM(4, 3)})
-        scaler = LayerwiseGradScaler(model, scales)
-        x = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
-        x = x._replace(data=model["embed"](x.data))
-        out, _ = model["rnn"](torch.nn.utils.rnn.PackedSequence(*x))
-        scaler.scale(out.data.square().sum()).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters()))
-        return [parameter.grad for parameter in model.parameters()]
-
-    for found, expected in zip(gradients({"rnn": 8.0}), gradients({}), strict=True):
-        assert torch.equal(found, expected)
+    assert_equal(gradients({"0": 4.0, "1": 8.0}), gradients({}))
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
@@ -228,23 +187,5 @@ def test_outputs_that_cannot_be_taken_apart_are_refused(kind):
     make_nest, remedy = HIDDEN[kind]
     model = torch.nn.Sequential(Returns(make_nest, lambda tensor: tensor))
     _scaler = LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(ValueError, match=rf"an output of '0' to be .*{remedy}"):
+    with pytest.raises(ValueError, match=rf"'0'.*{remedy}"):
         model(torch.ones(2, 4))
-
-
-def test_a_tensor_of_a_data_class_that_is_changed_in_place_is_handed_back():
-    class Doubles(torch.nn.Module):
-        def forward(self, record):
-            record.value.mul_(2)
-
-    def outcome(scales):
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "doubles": Doubles()})
-        _scaler = LayerwiseGradScaler(model, scales)
-        record = Record(model["first"](torch.ones(2, 4)))
-        model["doubles"](record)
-        record.value.square().sum().backward()
-        return record.value.detach(), model["first"].weight.grad
-
-    for found, expected in zip(outcome({"doubles": 4.0}), outcome({}), strict=True):
-        assert torch.equal(found, expected)

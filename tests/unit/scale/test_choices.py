@@ -9,7 +9,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.layers import automatic_layers
-from tests.unit.scale.topologies import Block, Tied, TiedWhole
+from tests.unit.scale.cases import Block, Tied, TiedWhole
 from tests.unit.scale.training import Model
 
 
@@ -23,21 +23,25 @@ def blocks():
     return nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block()))
 
 
-def test_patterns_go_by_parts_of_names():
-    assert scales(blocks(), {"0.*": 2.0}) == {"0.0": 2.0, "0.1": 2.0}
-    assert scales(blocks(), {"*.0.lin": 2.0}) == {"0.0.lin": 2.0, "1.0.lin": 2.0}
-    assert set(scales(blocks(), {"**.lin": 2.0})) == {"0.0.lin", "0.1.lin", "1.0.lin"}
-    assert scales(blocks(), {"*": 2.0, "1": 8.0}) == {"0": 2.0, "1": 8.0}
-    assert scales(blocks(), {"[01].0.l?n": 2.0, "1.**": 4.0}) == {
-        "0.0.lin": 2.0,
-        "1": 4.0,
-        "1.0": 4.0,
-        "1.0.lin": 4.0,
-    }
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"0.*": 2.0}, {"0.0": 2.0, "0.1": 2.0}),
+        ({"*.0.lin": 2.0}, {"0.0.lin": 2.0, "1.0.lin": 2.0}),
+        ({"**.lin": 2.0}, {"0.0.lin": 2.0, "0.1.lin": 2.0, "1.0.lin": 2.0}),
+        ({"*": 2.0, "1": 8.0}, {"0": 2.0, "1": 8.0}),
+        (
+            {"[01].0.l?n": 2.0, "1.**": 4.0},
+            {"0.0.lin": 2.0, "1": 4.0, "1.0": 4.0, "1.0.lin": 4.0},
+        ),
+    ],
+)
+def test_patterns_go_by_parts_of_names(wanted, expected):
+    assert scales(blocks(), wanted) == expected
 
 
 def test_names_are_those_inside_wrappers():
-    compiled = torch.compile(Model())
+    compiled = torch.compile(Model(), backend="eager")
     assert scales(compiled, {"b.*": 2.0}) == {"b.0": 2.0, "b.1": 2.0}
     assert scales(nn.Sequential(compiled), {"0.a": 2.0}) == {"0.a": 2.0}
 
@@ -49,14 +53,6 @@ def test_one_module_under_two_names_is_one_layer():
     assert scales(model, {"0": 2.0, "alias": 4.0}) == {"0": 4.0}
 
 
-def test_automatic_layers_are_the_parts_that_a_model_is_made_of():
-    assert automatic_layers(Model()) == ["a", "b.0", "b.1", "head"]
-    assert automatic_layers(blocks()) == ["0.0", "0.1", "1.0"]
-    assert automatic_layers(TiedWhole()) == ["inner", "out"]
-    assert automatic_layers(Tied()) == []
-    assert scales(Model(), AutoScale(layers=("b",), scale=4.0)) == {"b": 4.0}
-
-
 class Listed(nn.Module):
     """A list of parameters, and modules in one that has no forward."""
 
@@ -64,13 +60,6 @@ class Listed(nn.Module):
         super().__init__()
         self.extra, self.body = nn.ParameterList([nn.Parameter(torch.ones(4))]), nn.Module()
         self.body.a, self.body.b = Block(), Block()
-
-
-class RootTied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(5, 6), nn.ModuleList([Block(), Block()])
-        self.head_weight = self.embed.weight
 
 
 class Body(nn.Module):
@@ -87,25 +76,16 @@ class Tail(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.transformer, self.lm_head = Body(), nn.Linear(6, 5, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+        self.body, self.lm_head = Body(), nn.Linear(6, 5, bias=False)
+        self.lm_head.weight = self.body.wte.weight
 
 
 class Headed(nn.Module):
     """As Hugging Face's classifiers: all blocks in a body, beside a small head."""
 
-    def __init__(self, head):
-        super().__init__()
-        self.bert, self.dropout, self.head = Body(), nn.Dropout(), nn.Linear(6, head)
-
-
-class Shares(nn.Module):
-    """A module that is a part, and lies in another part as well."""
-
     def __init__(self):
         super().__init__()
-        self.shared, self.body = Block(), Body()
-        self.body.tail = self.shared
+        self.bert, self.dropout, self.head = Body(), nn.Dropout(), nn.Linear(6, 2)
 
 
 class Wrapped(nn.Module):
@@ -114,51 +94,62 @@ class Wrapped(nn.Module):
         self.net, self.loss = inner, nn.MSELoss()
 
 
-def test_automatic_layers_are_found_behind_lists_ties_and_wrappers():
-    assert automatic_layers(Listed()) == ["body.a", "body.b"]
-    assert automatic_layers(RootTied()) == ["blocks.0", "blocks.1"]
-    assert automatic_layers(Tail()) == ["transformer.h.0", "transformer.h.1"]
-    assert automatic_layers(Headed(2)) == ["bert.wte", "bert.h.0", "bert.h.1", "dropout", "head"]
-    # A module in two places is one part, wherever it lies.
-    assert automatic_layers(Tower()) == ["shared", "inner.0"]
-    shares = ["shared", "body.wte", "body.h.0", "body.h.1"]
-    assert automatic_layers(Shares()) == shares
-    assert set(scales(Shares(), "auto")) == set(shares)
-    assert automatic_layers(Wrapped(Model())) == ["net.a", "net.b.0", "net.b.1", "net.head", "loss"]
-    assert automatic_layers(Wrapped(Tail())) == [
-        "net.transformer.h.0",
-        "net.transformer.h.1",
-        "loss",
-    ]
-    # What would be nothing if it was taken apart stays whole.
-    assert automatic_layers(Wrapped(Tied())) == ["net", "loss"]
-
-
 class Tower(nn.Module):
+    """A module that is a part, and lies in another part as well."""
+
     def __init__(self):
         super().__init__()
         self.shared, self.inner = Block(), nn.Sequential(Block())
         self.inner.append(self.shared)
 
 
+AUTOMATIC = {
+    "parts": (Model, ["a", "b.0", "b.1", "head"]),
+    "blocks": (blocks, ["0.0", "0.1", "1.0"]),
+    "tied inside": (TiedWhole, ["inner", "out"]),
+    "nothing": (Tied, []),
+    "lists": (Listed, ["body.a", "body.b"]),
+    "tied": (Tail, ["body.h.0", "body.h.1"]),
+    "head": (Headed, ["bert.wte", "bert.h.0", "bert.h.1", "dropout", "head"]),
+    # A module in two places is one part, wherever it lies.
+    "two places": (Tower, ["shared", "inner.0"]),
+    "wrapped": (lambda: Wrapped(Model()), ["net.a", "net.b.0", "net.b.1", "net.head", "loss"]),
+    "tied, wrapped": (lambda: Wrapped(Tail()), ["net.body.h.0", "net.body.h.1", "loss"]),
+    # What would be nothing if it was taken apart stays whole.
+    "kept whole": (lambda: Wrapped(Tied()), ["net", "loss"]),
+}
+
+
+@pytest.mark.parametrize("case", AUTOMATIC)
+def test_automatic_layers_are_the_parts_that_a_model_is_made_of(case):
+    make, expected = AUTOMATIC[case]
+    assert automatic_layers(make()) == expected
+    assert list(scales(make(), "auto")) == expected
+
+
+def test_automatic_layers_may_be_given():
+    assert scales(Model(), AutoScale(layers=("b",), scale=4.0)) == {"b": 4.0}
+
+
 MODEL_ERRORS = {
-    "no match": (Model, {"heads": 2.0}, "Found 'heads'"),
-    "tied": (Tied, {"up": 2.0}, "'up.weight', in the chosen 'up', .*'down.weight', in no chosen"),
-    "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "'down.weight', in the chosen 'down'"),
-    "shared": (Tower, {"inner": 2.0}, "'shared.lin.weight', in no .*, in the chosen 'inner'"),
-    "shared, chosen": (
-        Tower,
-        {"inner": 2.0, "shared": 4.0},
-        "'inner.1.lin.weight', in the chosen 'inner' and 'shared'",
-    ),
+    "no match": (Model, {"heads": 2.0}, "'heads'"),
+    "tied": (Tied, {"up": 2.0}, "'up.weight'.*'up'.*'down.weight'"),
+    "tied, both": (Tied, {"up": 2.0, "down": 2.0}, "'down.weight'.*'down'"),
+    "shared": (Tower, {"inner": 2.0}, "'shared.lin.weight'.*'inner'"),
+    "shared, chosen": (Tower, {"inner": 2.0, "shared": 4.0}, "'inner.1.*'inner' and 'shared'"),
     "zero": (Model, {"a": 0.0}, r"layer_scales\['a'\]"),
     "negative": (Model, {"a": -2.0}, r"layer_scales\['a'\]"),
     "infinite": (Model, {"a": float("inf")}, r"layer_scales\['a'\]"),
     "text": (Model, {"a": "2"}, r"layer_scales\['a'\]"),
-    "no mapping": (Model, [("a", 2.0)], "`layer_scales` .* of type list. Remedy: {'blocks"),
-    "other word": (Model, "automatic", "`layer_scales` .* of type str"),
     "fixed": (Model, {"a": LayerScale(-2.0, fixed=True)}, r"layer_scales\['a'\]"),
+    "no mapping": (Model, [("a", 2.0)], "layer_scales"),
+    "other word": (Model, "automatic", "layer_scales"),
+    "no model": (lambda: {"a": 2.0}, Model(), "model"),
 }
+
+
+def assert_untouched(model):
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("case", MODEL_ERRORS)
@@ -168,99 +159,68 @@ def test_refuses_choices(case):
     with pytest.raises(ValueError, match=told) as error:
         LayerwiseGradScaler(model, wanted)
     assert "Remedy: " in str(error.value)
-    # And leaves the model as it was.
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    if isinstance(model, nn.Module):
+        assert_untouched(model)
 
 
-OPTION_ERRORS = {
-    "growth_factor": {"growth_factor": 0.5},
-    "backoff_factor": {"backoff_factor": 1.5},
-    "growth_interval": {"growth_interval": 0},
-    "min_scale": {"min_scale": 4.0, "max_scale": 2.0},
-    "max_scale": {"max_scale": -1.0},
-    "init_scale": {"init_scale": 0.0},
-    "process_group": {"process_group": "some"},
-}
-
-
-@pytest.mark.parametrize("name", OPTION_ERRORS)
-def test_refuses_options(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("growth_factor", {"growth_factor": 0.5}),
+        ("backoff_factor", {"backoff_factor": 1.5}),
+        ("growth_interval", {"growth_interval": 0}),
+        ("min_scale", {"min_scale": 4.0, "max_scale": 2.0}),
+        ("max_scale", {"max_scale": -1.0}),
+        ("init_scale", {"init_scale": 0.0}),
+        ("process_group", {"process_group": "some"}),
+    ],
+)
+def test_refuses_options(name, options):
     model = Model()
-    with pytest.raises(ValueError, match=f"Parameter `{name}`.*Remedy: "):
-        LayerwiseGradScaler(model, {"a": 2.0}, **OPTION_ERRORS[name])
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with pytest.raises(ValueError, match=f"`{name}`.*Remedy: "):
+        LayerwiseGradScaler(model, {"a": 2.0}, **options)
+    assert_untouched(model)
 
 
-AUTO_ERRORS = {
-    "AutoScale.scale": {"scale": 0.0},
-    "AutoScale.underflow": {"underflow": 2.0},
-    "AutoScale.headroom": {"headroom": -1},
-    "AutoScale.every": {"every": 0},
-    "AutoScale.warmup": {"warmup": -1},
-}
-
-
-@pytest.mark.parametrize("told", AUTO_ERRORS)
-def test_refuses_automatic_options(told):
-    with pytest.raises(ValueError, match=told):
-        AutoScale(**AUTO_ERRORS[told])
-
-
-def test_refuses_something_that_is_no_model():
-    with pytest.raises(ValueError, match=r"of type dict\. Remedy: hand in the model first"):
-        LayerwiseGradScaler({"a": 2.0}, Model())
-
-
-def test_refuses_tensors_hidden_in_objects():
-    class Box:
-        def __init__(self, value):
-            self.value = value
-
-    class Boxed(nn.Linear):
-        def forward(self, x):
-            return Box(super().forward(x))
-
-    model = nn.Sequential(Boxed(4, 4))
-    _scaler = LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(
-        ValueError, match=r"an output of '0' to be .* a Box .* Remedy: `vars\(y\)`.* torch"
-    ):
-        model(torch.ones(2, 4))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale", 0.0), ("underflow", 2.0), ("headroom", -1), ("every", 0), ("warmup", -1)],
+)
+def test_refuses_automatic_options(name, value):
+    with pytest.raises(ValueError, match=f"AutoScale.{name}"):
+        AutoScale(**{name: value})
 
 
 def test_a_module_has_one_scaler():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     first = LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(InputError, match=r"Expected '0' .*around '0'"):
-        LayerwiseGradScaler(model, {"*": 4.0})
-    around = nn.Sequential(nn.Sequential(model))
-    with pytest.raises(InputError, match=r"Expected '0' .*around '0.0.0'"):
-        LayerwiseGradScaler(around, {"0": 4.0})
-    # Others may have a scaler of their own.
     second = LayerwiseGradScaler(model, {"1": 8.0})
+    # Nor may another one lie within it or around it.
+    around = nn.Sequential(model)
+    for whole, place in ((model, "0"), (model, "1.0"), (around, "0")):
+        with pytest.raises(InputError, match=f"'{place}'.*remove"):
+            LayerwiseGradScaler(whole, {place: 4.0})
+    # Others may have a scaler of their own.
     model(torch.ones(2, 4)).sum().backward()
-    assert model[1].bias.grad.tolist() == [16.0] * 4
-    # A copy has hooks that belong to no scaler.
-    copied = LayerwiseGradScaler(copy.deepcopy(model), {"*": 4.0})
-    assert copied.get_scales() == {"": 1.0, "0": 4.0, "1": 4.0}
+    assert model[1][0].bias.grad.tolist() == [16.0] * 4
     first.remove()
     second.remove()
-    assert LayerwiseGradScaler(model, {"*": 4.0}).get_scales() == copied.get_scales()
+    assert scales(model, {"*": 4.0}) == {"0": 4.0, "1": 4.0}
 
 
-def test_a_scaler_within_anothers_module_is_refused():
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    _scaler = LayerwiseGradScaler(model, {"0": 2.0})
-    with pytest.raises(InputError, match=r"Expected '0.1' .*around '0'"):
-        LayerwiseGradScaler(model, {"0.1": 4.0})
-
-
-def test_dropped_scaler_leaves_no_boundaries():
+@pytest.mark.parametrize("how", ["copied", "removed", "dropped"])
+def test_no_boundaries_are_left_behind(how):
     model = nn.Sequential(nn.Linear(4, 4))
-    scaler = LayerwiseGradScaler(model, {"0": 2.0})
+    scaler = LayerwiseGradScaler(model, {"0": 16.0})
     copied = copy.deepcopy(model)
-    del scaler
-    assert not model[0]._forward_hooks
-    for one in (model, copied):
+    if how == "removed":
+        scaler.remove()
+    elif how == "dropped":
+        del scaler
+    for one in [copied] if how == "copied" else [model, copied]:
         one(torch.ones(2, 4)).sum().backward()
         assert one[0].bias.grad.tolist() == [2.0] * 4
+    # A copy has hooks that belong to no scaler.
+    assert scales(copied, {"*": 4.0}) == {"0": 4.0}
+    if how != "copied":
+        assert_untouched(model)

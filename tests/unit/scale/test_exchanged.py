@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from steadygrad.scale import LayerwiseGradScaler
+from tests.covering import covering
+from tests.unit.scale.training import assert_equal, take_step, unscaled_gradients
 
 LAYERS = 12
 
@@ -41,12 +43,11 @@ def gradients(exchange, order):
     optimizer = torch.optim.SGD(sorted(model.parameters(), key=order), lr=1.0)
     scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
     scaler.unscale_(optimizer)
-    return [parameter.grad for parameter in model.parameters()]
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 ORDERS = {
     "as registered": lambda parameter: 0,
-    "biases first": lambda parameter: parameter.ndim,
     "by address": id,
     "by address, reversed": lambda parameter: -id(parameter),
     "by last weight": lambda parameter: -parameter.flatten()[-1].item(),
@@ -54,12 +55,10 @@ ORDERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("exchange", [exchange_each, exchange_by_conversion, exchange_by_loading])
+@covering(exchange=[exchange_each, exchange_by_conversion, exchange_by_loading], order=ORDERS)
 def test_each_is_unscaled_by_its_own_layers_scale(exchange, order):
     plain = gradients(lambda model: None, ORDERS["as registered"])
-    for found, expected in zip(gradients(exchange, ORDERS[order]), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_equal(gradients(exchange, order), plain)
 
 
 def test_a_parameter_that_moves_to_another_layer_is_unscaled_by_that_ones_scale():
@@ -68,15 +67,15 @@ def test_a_parameter_that_moves_to_another_layer_is_unscaled_by_that_ones_scale(
     def moved(scales):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        scaler = LayerwiseGradScaler(model, scales, process_group=None)
-        first, last = model[0].weight, model[2].weight
-        model[0].weight, model[2].weight = last, first
-        scaler.scale(model(torch.ones(4, 8)).square().sum()).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-        return [parameter.grad for parameter in model.parameters()]
 
-    for found, expected in zip(moved({"0": 4.0, "2": 8.0}), moved({}), strict=True):
-        assert torch.equal(found, expected)
+        def loss(model):
+            first, last = model[0].weight, model[2].weight
+            model[0].weight, model[2].weight = last, first
+            return model(torch.ones(4, 8)).square().sum()
+
+        return unscaled_gradients(model, scales, loss, process_group=None)
+
+    assert_equal(moved({"0": 4.0, "2": 8.0}), moved({}))
 
 
 def test_parameters_of_another_model_carry_the_losss_scale_alone():
@@ -84,13 +83,9 @@ def test_parameters_of_another_model_carry_the_losss_scale_alone():
     model, other = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
     scaler = LayerwiseGradScaler(model, {"0": 8.0}, init_scale=4.0)
     optimizer = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.0)
+    x = torch.ones(2, 4)
+    plain = torch.autograd.grad(other(model[0].forward(x)).sum(), [*other.parameters()])
     for _ in range(2):
-        x = torch.ones(2, 4)
-        scaler.scale(other(model(x)).sum()).backward()
-        scaler.unscale_(optimizer)
-        found = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
-        optimizer.zero_grad()
-        scaler.update()
-        plain = torch.autograd.grad(other(model[0].forward(x)).sum(), [*other.parameters()])
-        for gradient, expected in zip(found, plain, strict=False):
-            assert torch.equal(gradient, expected)
+        take_step(optimizer, scaler, other(model(x)).sum())
+        for parameter, expected in zip(other.parameters(), plain, strict=True):
+            assert torch.equal(parameter.grad, expected)

@@ -18,10 +18,6 @@ RULE = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3}
 FIRST = 3000.1  # no power of two: the roundings must be the same too
 
 
-def torchs(**options):
-    return torch.amp.GradScaler("cpu", **{"init_scale": FIRST, **RULE, **options})
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_steps_scales_and_skips_are_torchs(fused, unscale):
@@ -50,23 +46,9 @@ def test_steps_scales_and_skips_are_torchs(fused, unscale):
     assert ours.skipped == 3
 
 
-def test_in_autocast_the_gradients_are_torchs():
-    results = []
-    for kind in ("ours", "theirs"):
-        model, optimizer = make()
-        ours = LayerwiseGradScaler(model, {}, init_scale=FIRST, **RULE)
-        scaler = ours if kind == "ours" else torchs()
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_on(model, 0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        results.append({n: p.grad for n, p in model.named_parameters()})
-    assert_equal(*results)
-
-
 def test_takes_over_torchs_state():
     model, optimizer = make()
-    theirs = torchs(growth_interval=4)
+    theirs = torch.amp.GradScaler("cpu", init_scale=FIRST, growth_interval=4)
     for step in range(3):
         train_step(model, optimizer, theirs, step)
     ours = LayerwiseGradScaler(model, SCALES, init_scale=1.0, growth_factor=2.0, growth_interval=4)
@@ -94,7 +76,7 @@ def test_scales_many_losses_at_once():
     assert ours.scale([one, two]) == [torch.tensor(4.0), torch.tensor(8.0)]
     assert ours.scale((one,)) == (torch.tensor(4.0),)
     assert list(ours.scale(x for x in (one, two))) == [torch.tensor(4.0), torch.tensor(8.0)]
-    with pytest.raises(ValueError, match=r"`outputs` .* of type float\. Remedy: hand in the loss"):
+    with pytest.raises(ValueError, match="outputs"):
         ours.scale(1.0)
 
 
@@ -116,25 +98,25 @@ def test_misuse_is_told():
 
 
 def damaged(key, value):
+    """A state with another value, of the whole or of one layer."""
+
     def change(state):
-        if key in state:
-            state[key] = value
-        else:
-            state["layers"]["b"][key] = value
+        (state if key in state else state["layers"]["b"])[key] = value
         return state
 
     return change
 
 
+def with_layers(**layers):
+    return lambda state: {**state, "layers": {**state["layers"], **layers}}
+
+
 DAMAGED = {
     "empty": (lambda state: {}, "layers"),
     "other layers": (lambda state: {**state, "layers": {"": {}}}, "layers"),
-    "a layer more": (
-        lambda state: {**state, "layers": {**state["layers"], "c": state["layers"]["a"]}},
-        "layers",
-    ),
+    "a layer more": (with_layers(c={"scale": 1.0, "growth_tracker": 0, "overflows": 0}), "layers"),
     "no layers": (damaged("layers", None), "layers"),
-    "no mapping": (lambda state: {**state, "layers": {**state["layers"], "a": 3}}, "layers"),
+    "no mapping": (with_layers(a=3), "layers"),
     "negative scale": (damaged("scale", -1.0), "layers"),
     "scale that is no number": (damaged("scale", float("nan")), "layers"),
     "scale without a reciprocal": (damaged("scale", 2.0**127), "layers"),

@@ -6,9 +6,9 @@ Runs where `pip install --no-deps fairscale` was done, or its source is on PYTHO
 import pytest
 import torch
 
-from steadygrad.scale import LayerwiseGradScaler
 from tests.reference.layerwise import Original
 from tests.unit.scale.cases import CASES, data_of, loss_of, model_of
+from tests.unit.scale.training import unscaled_gradients
 
 fairscale = pytest.importorskip("fairscale.optim.layerwise_gradient_scaler")
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -24,15 +24,15 @@ NAMES = {
 }
 
 
-def gradients(case, make, scales):
-    model = model_of(case)
-    scaler = make(model, scales)
-    if isinstance(scaler, LayerwiseGradScaler):
-        scaler.scale(loss_of(model, data_of(case))).backward()
-        scaler.unscale_(torch.optim.SGD(model.parameters()))
+def gradients(case, scales, make=None):
+    """Unscaled gradients, of a class of fairscale's kind or ours."""
+    model, loss = model_of(case), lambda model: loss_of(model, data_of(case))
+    if make is None:
+        unscaled_gradients(model, scales, loss)
     else:
+        scaler = make(model, scales)
         scaler.scale()
-        loss_of(model, data_of(case)).backward()
+        loss(model).backward()
         scaler.unscale()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -44,15 +44,15 @@ def deviation(found, plain):
 @pytest.mark.parametrize("case", CASES)
 def test_the_original_is_right_on_sequential_models_alone(case):
     scales = NAMES.get(case, CASES[case][1])
-    plain = gradients(case, lambda model, _: LayerwiseGradScaler(model, {}), {})
-    assert deviation(gradients(case, LayerwiseGradScaler, scales), plain) < 1e-6
+    plain = gradients(case, {})
+    assert deviation(gradients(case, scales), plain) < 1e-6
     if case in RAISES:
         with pytest.raises((RuntimeError, UserWarning), match=r"[hH]ook"):
-            gradients(case, fairscale.LayerwiseGradientScaler, scales)
+            gradients(case, scales, fairscale.LayerwiseGradientScaler)
         return
-    theirs = gradients(case, fairscale.LayerwiseGradientScaler, scales)
+    theirs = gradients(case, scales, fairscale.LayerwiseGradientScaler)
     # The reference divides where fairscale multiplies by reciprocals: with powers of two the same.
-    assert torch.equal(theirs, gradients(case, Original, scales))
+    assert torch.equal(theirs, gradients(case, scales, Original))
     wrong = deviation(theirs, plain)
     print(f"{case}: norm of the error {wrong:.3f}, of the gradient 1")
     assert (wrong < 1e-6) == (case in RIGHT)

@@ -11,10 +11,24 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad.balance import LossBalancer
 from steadygrad.scale import LayerwiseGradScaler
-from tests.unit.scale.training import SCALES, Poison, assert_equal, loss_on, make, weights_of
+from tests.unit.scale.training import (
+    SCALES,
+    Poison,
+    assert_equal,
+    loss_on,
+    make,
+    take_step,
+    unscaled_gradients,
+    weights_of,
+)
 
 INF = float("inf")
-SHAPES = {"GAN": "generator", "SAC": "actor", "TD3": "actor", "DDPG": "actor"}
+SHAPES = {"GAN": "generator", "SAC": "actor"}
+
+
+def end_step(scaler, optimizer):
+    scaler.step(optimizer)
+    scaler.update()
 
 
 @pytest.fixture
@@ -75,23 +89,25 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
     scale = other.scale if whose == "another scaler's" else lambda loss: loss
     call, poison.active = CALLS[how](model), False
 
-    def passed(called, scale, factor=1.0):
+    def loss_of(called, x, factor=1.0):
+        return called(x).square().mean() * factor
+
+    def passed(called, factor=1.0):
         x = torch.ones(3, 4, requires_grad=True)
-        scale(called(x).square().mean() * factor).backward()
+        scale(loss_of(called, x, factor)).backward()
         return x.grad
 
-    def step():
-        optimizer.zero_grad()
-        passed(call, scaler.scale)
-        scaler.step(optimizer)
-        scaler.update()
+    def step(factor=1.0):
+        x = torch.ones(3, 4, requires_grad=True)
+        take_step(optimizer, scaler, loss_of(call, x, factor))
+        return x.grad
 
     step()
     before = scaler.get_scales()
     twin, _ = make()
     twin.load_state_dict(model.state_dict())
-    assert torch.equal(passed(call, scale), passed(twin, scale))
-    assert not passed(call, scale, INF).isfinite().any()
+    assert torch.equal(passed(call), passed(twin))
+    assert not passed(call, INF).isfinite().any()
     step()
     assert scaler.skipped == 0
     assert scaler.get_scales() == {name: 2 * s if name else s for name, s in before.items()}
@@ -100,10 +116,7 @@ def test_another_pass_is_neither_counted_nor_cleaned(how, whose):
         poison.active = True
         step()
         assert scaler.culprits() == ["b"]
-    optimizer.zero_grad()
-    assert passed(call, scaler.scale, INF).isfinite().all()
-    scaler.step(optimizer)
-    scaler.update()
+    assert step(INF).isfinite().all()
     assert "" in scaler.culprits()
 
 
@@ -120,11 +133,6 @@ def test_another_scaler_s_loss_is_not_scaled_on_the_way():
     assert torch.equal(x.grad, y.grad)
 
 
-def unscaled_gradients(model, optimizer, scaler):
-    scaler.unscale_(optimizer)
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
     """The model's pass begins at its output: nothing in it tells of the scaled loss."""
     model, optimizer = make()
@@ -133,10 +141,10 @@ def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
     cut = out.detach().requires_grad_()
     scaler.scale(cut.square().mean()).backward()
     out.backward(cut.grad)
-    plain, _ = make()
-    plain(torch.ones(3, 4)).square().mean().backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    assert_equal(unscaled_gradients(model, optimizer, scaler), expected)
+    scaler.unscale_(optimizer)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    loss = lambda model: model(torch.ones(3, 4)).square().mean()  # noqa: E731
+    assert_equal(found, unscaled_gradients(make()[0], {}, loss))
 
 
 def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_count():
@@ -148,8 +156,7 @@ def test_without_losses_of_its_own_as_on_a_pipelines_first_stage_all_passes_coun
     out = model(torch.ones(3, 4))
     out.backward(torch.full_like(out, INF))
     assert all(p.grad.isfinite().all() for p in model.a.parameters())
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert scaler.culprits() == [""]
     assert_equal(weights_of(model), before)
 
@@ -158,10 +165,7 @@ def test_what_came_before_its_first_loss_is_forgotten():
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES)
     (loss_on(model, 0) * INF).backward()
-    optimizer.zero_grad()
-    scaler.scale(loss_on(model, 0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    take_step(optimizer, scaler, loss_on(model, 0))
     assert (scaler.culprits(), int(scaler.skipped)) == ([], 0)
 
 
@@ -200,8 +204,7 @@ def test_every_pass_of_an_own_loss_counts(passes):
     else:
         bad.backward()
         good.backward()
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert (scaler.culprits(), int(scaler.skipped)) == ([""], 1)
 
 
@@ -214,13 +217,13 @@ def test_a_balanced_pass_is_the_scalers_own():
     out = model(torch.ones(3, 4))
     losses = {"square": out.square().mean(), "absolute": out.abs().mean()}
     balancer.backward({name: scaler.scale(loss) for name, loss in losses.items()}, out)
-    scaler.step(optimizer)
-    scaler.update()
+    end_step(scaler, optimizer)
     assert scaler.culprits() == ["b"]
 
 
-@pytest.mark.parametrize("head", [torch.sum, lambda y: y.square().sum()])
-@pytest.mark.parametrize("inputs", [None, "a.weight"])
+@pytest.mark.parametrize(
+    ("head", "inputs"), [(torch.sum, None), (lambda y: y.square().sum(), "a.weight")]
+)
 def test_a_second_derivative_is_refused(head, inputs):
     model, _ = make()
     scaler = LayerwiseGradScaler(model, SCALES)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from steadygrad.scale import LayerwiseGradScaler
+
 SCALES = {"a": 2.0**10, "b": 2.0**7, "b.1": 2.0**3}
 
 
@@ -48,11 +50,23 @@ class Poison:
             output.register_hook(lambda gradient: gradient + self.value)
 
 
-def train_step(model, optimizer, scaler, step):
+def take_step(optimizer, scaler, loss):
     optimizer.zero_grad()
-    scaler.scale(loss_on(model, step)).backward()
+    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+
+
+def train_step(model, optimizer, scaler, step):
+    take_step(optimizer, scaler, loss_on(model, step))
+
+
+def unscaled_gradients(model, scales, loss_of, **options):
+    """Gradients of a scaled loss of the model, unscaled."""
+    scaler = LayerwiseGradScaler(model, scales, **options)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def plain_step(model, optimizer, step):

@@ -1,0 +1,258 @@
+"""Wrong arguments and calls that fail: a clear error each, and nothing has changed afterwards."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad import LossBalancer
+from steadygrad._checks import InputError
+from tests.unit.balance.problems import (
+    CALLS,
+    CLOSE,
+    WEIGHTS,
+    assert_same_state,
+    changed,
+    draw,
+    go_back,
+    gradient_handed_on,
+    losses_of,
+    mass_of,
+    same_y,
+    state_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"weights": {}}, "weights"),
+        ({"weights": {"a": 0, "b": 0.0}}, "weights"),
+        ({"weights": {"a": 1, "b": -1}}, r"weights\['b'\]"),
+        ({"weights": {"a": float("nan")}}, r"weights\['a'\]"),
+        ({"weights": [1, 2]}, "weights"),
+        ({"weights": {"a.b": 1.0}}, "weights"),
+        ({"weights": {3: 1.0}}, "weights"),
+        *(({name: 1}, name) for name in ("balance_grads", "per_batch_item", "batch_independent")),
+        ({"lag": "yes"}, "lag"),
+        ({"monitor": None}, "monitor"),
+        ({"total_norm": 0.0}, "total_norm"),
+        ({"ema_decay": 1.5}, "ema_decay"),
+        ({"eps": -1.0}, "eps"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"process_group": 3}, "process_group"),
+        ({"combine": 3}, "combine"),
+    ],
+)
+def test_constructor(arguments, match):
+    with pytest.raises(InputError, match=match) as caught:
+        LossBalancer(**{"weights": WEIGHTS, **arguments})
+    assert "Remedy:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchjd.aggregation", None)
+    with pytest.raises(InputError, match=r"steadygrad\[torchjd\]"):
+        LossBalancer(WEIGHTS, combine="UPGrad")
+
+
+def test_no_option_can_be_changed():
+    """Least of all by a module, which torch would register beside it."""
+    balancer = LossBalancer(WEIGHTS, combine=Breaks("nothing"))
+    before = list(balancer._modules)
+    options = vars(balancer.options)
+    for name in [*options, "weights", "combine", "aggregator", "process_group"]:
+        for value in (options.get(name), nn.Linear(1, 1)):
+            with pytest.raises(InputError, match=f"`{name}`"):
+                setattr(balancer, name, value)
+    assert list(balancer._modules) == before
+
+
+class Breaks(nn.Module):
+    """An aggregator, a module as TorchJD's are, that returns what it is told to."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def gramian_weighting(self, products):
+        right = products.new_ones(3)
+        if self.found == "raises":
+            raise ArithmeticError("no convergence")
+        wrong = {"short": right[1:], "column": right[:, None], "list": right.tolist()}
+        return wrong.get(self.found, right)
+
+
+def make_used(**options):
+    """A balancer in the midst of an accumulation, and all that a call may change."""
+    balancer = LossBalancer(WEIGHTS, accumulation_steps=2, **options)
+    for seed in range(3):
+        gradient_handed_on(balancer, losses_of, draw(4, 7, seed=seed))
+    return balancer, state_of(balancer)
+
+
+def complex_y(y):
+    z = torch.view_as_complex(y[:, :6].reshape(4, 3, 2).contiguous())
+    return {"l1": z.abs().mean()}, z
+
+
+# From an output to losses and what is called y; and what the error names.
+CALLED = {
+    "no losses": (lambda y: ({}, y), "losses"),
+    "all missing": (lambda y: ({"l1": None}, y), "losses"),
+    "unknown": (lambda y: ({**losses_of(same_y(y)), "l3": y.sum()}, y), "losses.*'l3'"),
+    "detached": (lambda y: ({"l1": y.detach().sum()}, y), "'l1'"),
+    "apart": (lambda y: ({"l1": y.mean(), "l2": draw(3).requires_grad_().sum()}, y), "'l2'"),
+    "from a copy": (lambda y: ({"l1": (y + 0).mean()}, y.clone()), "'l1'"),
+    "one from the other": (lambda y: ({"l1": y.mean()}, [y, 2 * y]), "`y`"),
+    "no gradient": (lambda y: ({"l1": y.mean()}, y.detach()), "`y`"),
+    "no tensor": (lambda y: ({"l1": y.mean()}, {"y": 3}), "`y`"),
+    "no batch": (lambda y: ({"l1": y.mean()}, y.mean()), "per_batch_item"),
+    "other batch": (lambda y: ({"l1": y.mean()}, [y, draw(2, 7).requires_grad_()]), "dimension"),
+    "complex": (complex_y, "`y`.*complex"),
+}
+
+
+@pytest.mark.parametrize("wrong", CALLED)
+def test_backward(wrong):
+    make, match = CALLED[wrong]
+    balancer, before = make_used()
+    source = draw(4, 7).requires_grad_()
+    losses, y = make(source * 1)
+    with pytest.raises(InputError, match=match):
+        balancer.backward(losses, y)
+    assert source.grad is None
+    assert_same_state(state_of(balancer), before)
+
+
+@pytest.mark.parametrize("wrong", ["no gradient", "no tensor", "no batch", "other batch"])
+def test_fork(wrong):
+    make, match = CALLED[wrong]
+    with pytest.raises(InputError, match=match):
+        LossBalancer(WEIGHTS).fork(make(draw(4, 7).requires_grad_() * 1)[1])
+
+
+def test_only_losses_of_weight_zero():
+    y = draw(4, 7).requires_grad_()
+    with pytest.raises(InputError, match="losses"):
+        LossBalancer({"a": 0, "b": 1}).backward({"a": y.sum()}, y)
+
+
+@CALLS
+def test_a_batch_independent_norm_needs_one_number_of_items(call):
+    y = [draw(4, 7).requires_grad_(), draw(2, 7).requires_grad_()]
+    losses = lambda ys: {"a": ys["a"][0].sum() + ys["a"][1].sum()}  # noqa: E731
+    whole = {"weights": {"a": 1}, "per_batch_item": False}
+    with pytest.raises(InputError, match="batch_independent"):
+        go_back(LossBalancer(**whole, batch_independent=True), y, losses, call)
+    # The whole batch's norm does not ask for the number of items.
+    go_back(LossBalancer(**whole), y, losses, call)
+    assert y[1].grad.norm().item() == pytest.approx((14 / 42) ** 0.5)
+
+
+@CALLS
+@pytest.mark.parametrize(
+    ("grad_scale", "match"),
+    [(torch.ones(2), "invalid for input of size 2"), (-1.0, "grad_scale"), (object(), "scale")],
+    ids=["two", "negative", "object"],
+)
+def test_loss_scales(call, grad_scale, match):
+    """A fork refuses them at once, and not in the backward pass."""
+    y, balancer = draw(4, 7).requires_grad_(), LossBalancer(WEIGHTS)
+    arguments = (y,) if call == "fork" else ({"l1": y.sum()}, y)
+    with pytest.raises((InputError, RuntimeError, AttributeError), match=match):
+        getattr(balancer, call)(*arguments, grad_scale=grad_scale)
+
+
+def test_weights_are_changed_by_name_only():
+    balancer = LossBalancer(WEIGHTS)
+    for wrong, match in [
+        ({"l3": 1.0}, "l3"),
+        ({"l1": -1.0}, "l1"),
+        (dict.fromkeys(WEIGHTS, 0.0), "weights"),
+        (3, "weights"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            balancer.set_weights(wrong)
+    with pytest.raises(TypeError):
+        balancer.weights["l1"] = 3.0
+    assert balancer.weights == WEIGHTS
+
+
+def several_numbers(balancer, call):
+    go_back(balancer, draw(4, 7).requires_grad_(), changed(adv=lambda y: y.abs()))
+
+
+def freed_head(balancer, call):
+    """Of its losses the first two are differentiated before the third one fails."""
+
+    def freed(y):
+        loss = y.exp().mean()
+        torch.autograd.grad(loss, y)
+        return loss
+
+    go_back(balancer, draw(4, 7).requires_grad_() * 1, changed(adv=freed), call)
+
+
+def freed_model(balancer, call):
+    y = draw(4, 7).requires_grad_().exp()
+    y.sum().backward()
+    go_back(balancer, y, losses_of)
+
+
+@CALLS
+@pytest.mark.parametrize(
+    ("fails", "match"),
+    [(several_numbers, "scalar"), (freed_head, "second time"), (freed_model, "second time")],
+)
+def test_a_failure_of_torchs_own_counts_nothing(call, fails, match):
+    balancer, before = make_used()
+    with pytest.raises(RuntimeError, match=match):
+        fails(balancer, call)
+    assert_same_state(state_of(balancer), before)
+
+
+@CALLS
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [("raises", "no convergence"), ("short", r"\(2,\)"), ("column", r", 1\)"), ("list", "list")],
+)
+def test_an_aggregator_that_fails(call, found, match):
+    aggregator = Breaks("nothing")
+    balancer, before = make_used(combine=aggregator)
+    aggregator.found = found
+    source = draw(4, 7).requires_grad_()
+    with pytest.raises((ArithmeticError, InputError), match=match):
+        go_back(balancer, source * 1, losses_of, call)
+    assert source.grad is None
+    assert_same_state(state_of(balancer), before)
+
+
+def test_each_loss_s_own_backward_through_one_fork_is_refused():
+    """The second pass would see one loss alone, with all of the total, and count as a step."""
+    balancer = LossBalancer(WEIGHTS)
+    source = draw(4, 7).requires_grad_()
+    losses = list(losses_of(balancer.fork(source * 1)).values())
+    losses[0].backward()
+    before, gradient = state_of(balancer), source.grad.clone()
+    with pytest.raises(InputError, match="one `fork`"):
+        losses[1].backward()
+    assert_same_state(state_of(balancer), before)
+    assert torch.equal(source.grad, gradient)
+    # A fork of its own may follow.
+    gradient_handed_on(balancer, losses_of, draw(4, 7), "fork")
+    assert mass_of(balancer)[1] == 1.0
+
+
+def test_a_fork_whose_pass_failed_may_be_gone_through_again():
+    aggregator, source = Breaks("raises"), draw(4, 7).requires_grad_()
+    balancer = LossBalancer(WEIGHTS, combine=aggregator)
+    loss = sum(losses_of(balancer.fork(source * 1)).values())
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    aggregator.found = "nothing"
+    loss.backward()
+    plain = gradient_handed_on(LossBalancer(WEIGHTS), losses_of, draw(4, 7))
+    torch.testing.assert_close(source.grad, plain, **CLOSE)

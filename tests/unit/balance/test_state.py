@@ -1,0 +1,262 @@
+"""A balancer's state: saved and loaded by names, resumed, cast, copied, averaged, built on meta."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from steadygrad import LossBalancer
+from steadygrad._checks import InputError
+from tests.unit.balance.problems import (
+    CALLS,
+    CLOSE,
+    WEIGHTS,
+    assert_same_state,
+    averages_of,
+    draw,
+    go_back,
+    gradient_handed_on,
+    losses_of,
+    make_model,
+    mass_of,
+    parameters_of,
+    slope,
+    state_of,
+)
+
+
+def three_steps(balancer):
+    return torch.stack([gradient_handed_on(balancer, losses_of, s * draw(4, 7)) for s in (1, 5, 2)])
+
+
+def make_used(weights=WEIGHTS, **options):
+    balancer = LossBalancer(weights, **options)
+    three_steps(balancer)
+    return balancer
+
+
+def inside_of_a_model(balancer):
+    return nn.ModuleDict({"net": nn.Linear(1, 1), "balancer": balancer})
+
+
+@CALLS
+def test_killed_and_resumed_to_the_bit(call, tmp_path):
+    """Between two micro-batches of a step of the balancer's."""
+
+    def fresh():
+        model, balancer = make_model(), LossBalancer(WEIGHTS, accumulation_steps=3)
+        return model, balancer, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def train(parts, steps):
+        model, balancer, optimizer = parts
+        for step in steps:
+            target = draw(6, 7, seed=50 + step) * (20 if step % 3 == 2 else 1)
+            losses = lambda ys, t=target: losses_of(ys, t)  # noqa: E731
+            go_back(balancer, model(draw(6, 5, seed=step)), losses, call)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, first, second = fresh(), fresh(), fresh()
+    train(whole, range(10))
+    train(first, range(4))
+    torch.save([part.state_dict() for part in first], tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    for part, state in zip(second, saved, strict=True):
+        part.load_state_dict(state)
+    train(second, range(4, 10))
+    assert torch.equal(parameters_of(second[0]), parameters_of(whole[0]))
+    assert_same_state(state_of(second[1]), state_of(whole[1]))
+
+
+def test_weights_change_while_training():
+    balancer, y = LossBalancer(WEIGHTS), draw(4, 7)
+    gradient_handed_on(balancer, losses_of, y)
+    balancer.set_weights({"adv": 0.5, "l2": 0})
+    assert balancer.weights == {"l1": 1.0, "l2": 0.0, "adv": 0.5}
+    got = gradient_handed_on(balancer, losses_of, y)
+    expected = gradient_handed_on(LossBalancer(balancer.weights), losses_of, y)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    # A loss without weight is measured all the same.
+    assert mass_of(balancer)[1] > 1
+    # Saved weights win, as a saved learning rate does.
+    twin = LossBalancer(WEIGHTS)
+    twin.load_state_dict(balancer.state_dict())
+    assert twin.weights == balancer.weights
+    twin.set_weights({"adv": 5.0})
+    assert twin.weights == {"l1": 1.0, "l2": 0.0, "adv": 5.0}
+
+
+def test_a_state_finds_its_losses_by_name():
+    balancer = make_used()
+    turned = LossBalancer(dict(reversed(WEIGHTS.items())))
+    turned.load_state_dict(balancer.state_dict())
+    assert averages_of(turned).tolist() == averages_of(balancer).flip(0).tolist()
+    assert turned.weights == WEIGHTS
+    # And its own state still has its own order.
+    again = LossBalancer(WEIGHTS)
+    again.load_state_dict(turned.state_dict())
+    assert torch.equal(averages_of(again), averages_of(balancer))
+
+
+@pytest.mark.parametrize("name", ["forward", "a/b", "", "é b"])
+def test_a_loss_may_have_any_name_without_a_dot(name):
+    balancer, twin = LossBalancer({name: 2.0}), LossBalancer({name: 2.0})
+    gradient_handed_on(balancer, lambda ys: {name: ys[name].sum()}, draw(4, 7))
+    twin.load_state_dict(balancer.state_dict())
+    assert torch.equal(averages_of(twin), averages_of(balancer))
+    assert f"state.loss_{name}" in balancer.state_dict()
+
+
+def test_a_loss_that_is_added_starts_afresh_and_one_that_is_gone_is_forgotten():
+    """Loading inside of a model is as strict as torch is told."""
+    old = make_used()
+    new = LossBalancer({"feat": 7.0, "adv": 1.0, "l1": 1.0})
+    saved = inside_of_a_model(old).state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing.*loss_feat.*\n.*Unexpected.*loss_l2"):
+        inside_of_a_model(new).load_state_dict(saved)
+    inside_of_a_model(new).load_state_dict(saved, strict=False)
+    # Of those that were there the saved weight, of the new one its own.
+    assert new.weights == {"feat": 7.0, "adv": 4.0, "l1": 1.0}
+    assert mass_of(new)[0] == 0
+    places = [list(WEIGHTS).index(k) for k in ("adv", "l1")]
+    assert torch.equal(averages_of(new)[1:], averages_of(old)[places])
+    gradient_handed_on(new, lambda ys: {"feat": ys["feat"].square().mean()}, draw(4, 7))
+    assert mass_of(new)[0] == 1
+
+
+def test_a_state_that_is_not_finite_is_refused_and_nothing_is_written():
+    balancer = LossBalancer(WEIGHTS)
+    before = state_of(balancer)
+    state = {name: torch.full_like(value, torch.nan) for name, value in before.items()}
+    with pytest.raises(InputError, match="`state`"):
+        balancer.load_state_dict(state)
+    assert_same_state(state_of(balancer), before)
+
+
+def averaged_in_place(model, decay):
+    """The rule of averages that run over the whole state dict, integers included."""
+    kept = copy.deepcopy(model)
+    for _ in range(20):
+        for old, new in zip(kept.state_dict().values(), model.state_dict().values(), strict=True):
+            old.copy_(decay * old + (1.0 - decay) * new)
+    return kept
+
+
+def averaged_by_torch(model, **rule):
+    kept = AveragedModel(model, use_buffers=True, **rule)
+    for _ in range(20):
+        kept.update_parameters(model)
+    return kept.module
+
+
+AVERAGES = {
+    "mean": lambda m, _: averaged_by_torch(m),
+    "avg_fn": lambda m, d: averaged_by_torch(m, avg_fn=get_ema_avg_fn(d)),
+    "multi_avg_fn": lambda m, d: averaged_by_torch(m, multi_avg_fn=get_ema_multi_avg_fn(d)),
+    "in place": averaged_in_place,
+}
+
+
+@pytest.mark.parametrize("rule", AVERAGES)
+def test_a_copy_whose_buffers_are_averaged_can_be_loaded(rule):
+    model = inside_of_a_model(make_used())
+    # Decays with different roundings.
+    for decay in (0.9, 0.999, 0.9998):
+        other = inside_of_a_model(LossBalancer({"adv": 1.0, "l1": 1.0, "l2": 1.0}))
+        other.load_state_dict(AVERAGES[rule](model, decay).state_dict())
+        assert other["balancer"].weights == pytest.approx(WEIGHTS)
+
+
+@pytest.mark.parametrize("cast", ["float", "half", "bfloat16"])
+def test_no_cast_takes_digits(cast):
+    balancer = make_used()
+    before = state_of(balancer)
+    model = inside_of_a_model(balancer)
+    getattr(model, cast)()
+    assert model["net"].weight.dtype == getattr(torch, cast)
+    assert_same_state(state_of(balancer), before)
+
+
+def test_copies_are_independent_and_ask_the_same_scaler():
+    scaler = GradScaler("cpu", init_scale=4.0)
+    balancer = make_used(grad_scale=scaler)
+    before = averages_of(balancer)
+    for twin in (copy.deepcopy(balancer), pickle.loads(pickle.dumps(balancer))):
+        assert torch.isfinite(gradient_handed_on(twin, losses_of, 2 * draw(4, 7))).all()
+        assert not torch.equal(averages_of(twin), before)
+    assert torch.equal(averages_of(balancer), before)
+    assert copy.deepcopy(inside_of_a_model(balancer))["balancer"].options.grad_scale is scaler
+
+
+def test_reset_begins_anew_with_the_weights_of_now():
+    """In the midst of a step, too."""
+    balancer = make_used(accumulation_steps=2)
+    balancer.set_weights({"l1": 3.0})
+    balancer.reset()
+    fresh = LossBalancer({**WEIGHTS, "l1": 3.0}, accumulation_steps=2)
+    assert balancer.weights == fresh.weights
+    assert torch.equal(three_steps(balancer), three_steps(fresh))
+
+
+def test_a_fork_in_evaluation_is_the_output_itself():
+    balancer, y = LossBalancer(WEIGHTS), draw(4, 5)
+    with torch.no_grad():
+        ys = balancer.fork(y)
+    assert set(ys) == set(WEIGHTS)
+    assert all(v is y for v in ys.values())
+    assert mass_of(balancer).sum() == 0
+
+
+def built_on_meta(weights=WEIGHTS, **options):
+    with torch.device("meta"):
+        return LossBalancer(weights, **options)
+
+
+def emptied(module):
+    """On a device, with memory as if nobody had written to it."""
+    module.to_empty(device="cpu")
+    for buffer in module.buffers():
+        buffer.fill_(77)
+    return module
+
+
+@pytest.mark.parametrize("by", ["balancer", "modules"])
+def test_built_on_meta(by):
+    """`modules`: as FSDP does, each module that has state of its own."""
+    balancer = built_on_meta(ema_decay=0.5)
+    assert all(buffer.is_meta for buffer in balancer.buffers())
+    emptied(balancer)
+    if by == "balancer":
+        balancer.reset()
+    else:
+        for module in balancer.modules():
+            if list(module.buffers(recurse=False)):
+                module.reset_parameters()
+    fresh = LossBalancer(WEIGHTS, ema_decay=0.5)
+    assert_same_state(state_of(balancer), state_of(fresh))
+    assert torch.equal(three_steps(balancer), three_steps(fresh))
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("order", [WEIGHTS, dict(reversed(WEIGHTS.items()))], ids=["same", "other"])
+def test_a_state_fills_what_was_built_on_meta(assign, order):
+    whole = make_used()
+    whole.set_weights({"adv": 9.0})
+    model = inside_of_a_model(built_on_meta(order) if assign else emptied(built_on_meta(order)))
+    state = {k: v.clone() for k, v in inside_of_a_model(whole).state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model["balancer"].weights == {**WEIGHTS, "adv": 9.0}
+    torch.testing.assert_close(three_steps(model["balancer"]), three_steps(whole), **CLOSE)
+
+
+@CALLS
+def test_on_meta_it_says_what_to_do(call):
+    y = draw(4, 7).requires_grad_()
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        go_back(built_on_meta({"a": 1.0}), y, slope(1), call)
+    assert y.grad is None
