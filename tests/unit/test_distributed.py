@@ -40,6 +40,9 @@ def test_sums_of_processes_that_agree(all_of):
     found = all_of([(numbers(1.0 * r, 2.0), numbers(0.1, 2.0**16, 0.0)) for r in range(3)])
     assert found == [([3.0, 6.0], [False] * 3)] * 3
     assert all_of([(numbers(1.0), numbers())] * 2) == [([2.0], [])] * 2
+
+
+def test_alone_the_sum_is_the_number_itself():
     total, differs = RankSum(None)(numbers(3.0), numbers(1.0, math.nan))
     assert (total.tolist(), differs.tolist()) == ([3.0], [False, False])
 

@@ -109,9 +109,9 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), Stop("enough\nof it")])
 def test_what_a_task_raises_becomes_one_line(error):
-    with pytest.raises(TaskError, match=f"^Task.make_model .*{type(error).__name__}: ") as caught:
-        with guarded("Task.make_model"):
-            raise error
+    found = f"^Task.make_model .*{type(error).__name__}: "
+    with pytest.raises(TaskError, match=found) as caught, guarded("Task.make_model"):
+        raise error
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)
 

@@ -91,7 +91,7 @@ def test_batches_are_made_as_they_are_asked_for():
 def test_an_error_in_a_worker_is_one_line():
     made = batches(Made(breaks), ORDER, CPU, 2)
     assert [next(made).tolist(), next(made).tolist()] == [[3, 1], [2]]
-    with pytest.raises(TaskError, match="loader_workers.*KeyError") as caught:
+    with pytest.raises(TaskError, match=r"loader_workers.*KeyError") as caught:
         next(made)
     assert "\n" not in str(caught.value)
 
