@@ -174,7 +174,7 @@ def test_what_a_packed_sum_sends_to_which_processes(world, case):
 
 
 def test_the_members_of_a_new_group_have_agreed_on_its_name(world):
-    """Along one axis, then the other; before that, on whether they hold several kinds of tensors."""
+    """Along one axis, then the other; before that, on whether they hold several kinds."""
     world.start(8, 5)
     placements = ("part", (S,)), ("tp", (S,)), (("part", "tp"), (S, Shard(1)))
     assert not PackedSum(of_one_mesh(*placements)).is_uniform
