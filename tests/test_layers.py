@@ -127,61 +127,27 @@ def test_imports_only_downwards():
     assert {name: rooms for name, rooms in wrong.items() if rooms} == {}
 
 
-def imports_distributed(path: Path) -> bool:
-    lines = [line for line in path.read_text().splitlines() if "import" in line]
-    return any("torch.distributed" in line for line in lines)
-
-
 def test_torch_distributed_has_two_users():
-    users = {room_of(path) for path in FILES if imports_distributed(path)}
+    imports = re.compile(r"^.*import.*torch\.distributed|torch\.distributed.*import", re.M)
+    users = {room_of(path) for path in FILES if imports.search(path.read_text())}
     assert users == {"distributed", "shards"}
 
 
-def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
-    """A guard on the guard: relative, absolute, nested and aliased imports are all seen."""
-    home = tmp_path / "steadygrad"
-    (home / "noise").mkdir(parents=True)
-    file = home / "noise" / "x.py"
-    file.write_text(
-        "from ..cli import main\nimport steadygrad.watch as w\n"
-        "def f():\n    from steadygrad import studies, NoiseScale, __version__\n"
-        "    import_module('steadygrad.tasks.task')\n"
-    )
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", home)
-    assert imported_rooms(file) == {"cli", "watch", "studies", "NoiseScale", "tasks"}
-
-
-def modules_after(code: str) -> set[str]:
-    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(out.stdout.split())
-
-
-HELP = """
-from steadygrad.cli import main
-try:
-    main(['--help'])
-except SystemExit:
-    pass
-"""
-
-
 @pytest.mark.parametrize(
-    ("code", "before"),
+    ("extra", "code", "before"),
     [
-        ("import steadygrad.studies.folder", "steadygrad._checks.InputError: "),
-        ("import steadygrad; steadygrad.advise()", "steadygrad._checks.InputError: "),
-        ("from steadygrad.cli import main; main(['compare', '--help'])", "steadygrad: "),
-        ("from steadygrad.cli import main; main(['report', 'x'])", "steadygrad: "),
+        ("msgspec", "import steadygrad.studies.folder", "steadygrad._checks.InputError: "),
+        ("rich", "import steadygrad; steadygrad.advise()", "steadygrad._checks.InputError: "),
+        ("msgspec", "from steadygrad.cli import main; main(['compare', '--help'])", "steadygrad: "),
+        ("rich", "from steadygrad.cli import main; main(['report', 'x'])", "steadygrad: "),
     ],
 )
-@pytest.mark.parametrize("extra", ["msgspec", "rich"])
 def test_a_missing_extra_is_named_with_its_remedy(extra: str, code: str, before: str):
     script = f"import sys; sys.modules['{extra}'] = None; {code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    line = "This needs jinja2, matplotlib, msgspec, rich, scipy. Found no "
-    line += f'{extra}. Remedy: pip install "steadygrad[cli]".'
-    assert done.stderr.splitlines()[-1] == before + line
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(before)
+    assert f'no {extra}. Remedy: pip install "steadygrad[cli]".' in line
 
 
 # What reads a run and draws its page.
@@ -195,13 +161,8 @@ DRAWING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["import steadygrad", HELP, "\n".join(f"import {name}" for name in DRAWING)],
-    ids=["import", "help", "pages"],
-)
-def test_loads_no_torch(code: str):
-    loaded = modules_after(code)
-    assert "steadygrad" in loaded
-    assert "torch" not in loaded
+def test_what_draws_pages_loads_no_torch():
+    script = f"import sys, {', '.join(DRAWING)}; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "torch" not in out.stdout.split()
     assert len(DRAWING) > 20

