@@ -35,8 +35,8 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the steadygrad modules that a file imports."""
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports, and names of the root as if they were one; not the version."""
     package = ["steadygrad", *path.relative_to(SOURCE).parts[:-1]]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -50,13 +50,8 @@ def imported_modules(path: Path) -> set[str]:
             r"steadygrad(\.\w+)+", str(node.value)
         ):
             found.add(node.value)  # what `import_module` is given
-    return {name for name in found if name.split(".")[0] == "steadygrad"}
-
-
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms, and what is imported from the root as if it were one: only the version is."""
-    parts = [name.split(".") for name in imported_modules(path)]
-    return {name[1] for name in parts if len(name) > 1 and name[1] != "__version__"}
+    parts = [name.split(".") for name in found if name.startswith("steadygrad.")]
+    return {name[1] for name in parts} - {"__version__"}
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -92,18 +87,11 @@ def test_a_room_stays_below_its_ceiling(room: str):
     assert sum(len(file.read_text().splitlines()) for file in files) <= CEILINGS[room]
 
 
-def test_every_folder_has_a_ceiling():
+def test_every_room_has_a_ceiling_a_floor_and_a_place_on_the_map():
+    """A new one is put into CEILINGS and FLOORS, and into the plan of the house."""
     folders = {path.parent.relative_to(SOURCE).as_posix() for path in FILES} - {"."}
     assert folders == {room for room in CEILINGS if not room.endswith(".py")}
-
-
-def test_every_room_has_a_floor():
-    """A new one is put into FLOORS, and into the plan of the house."""
     assert {room_of(path) for path in FILES} == set(FLOOR_OF)
-
-
-def test_the_map_of_folders_has_every_room():
-    """In the order of the floors."""
     text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
     rooms = [
         [name.strip("/").removesuffix(".py") for name in re.findall(r"\w+(?:/|\.py)", line)]
@@ -115,16 +103,13 @@ def test_the_map_of_folders_has_every_room():
     assert heights == sorted(heights, reverse=True)
 
 
-def imports_upwards(path: Path) -> set[str]:
-    room, top = room_of(path), len(FLOORS)
-    return {r for r in imported_rooms(path) - {room} if FLOOR_OF.get(r, top) >= FLOOR_OF[room]}
-
-
 def test_imports_only_downwards():
     inner = [path for path in FILES if room_of(path) not in {"__init__", "__main__"}]
-    assert len(inner) > 100
-    wrong = {str(path.relative_to(SOURCE)): imports_upwards(path) for path in inner}
-    assert {name: rooms for name, rooms in wrong.items() if rooms} == {}
+    imports = [(path, room) for path in inner for room in imported_rooms(path) - {room_of(path)}]
+    assert len(imports) > 100
+    top = len(FLOORS)
+    wrong = [(p, room) for p, room in imports if FLOOR_OF.get(room, top) >= FLOOR_OF[room_of(p)]]
+    assert wrong == []
 
 
 def test_torch_distributed_has_two_users():

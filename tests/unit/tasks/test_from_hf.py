@@ -125,23 +125,18 @@ def encoded(items):
 
 LONG = torch.randint(1, 50, (12, 8), generator=torch.Generator().manual_seed(0)).tolist()
 SOME = [[word if i % 3 == 0 else -100 for i, word in enumerate(row)] for row in LONG]
+RAGGED_LONG = [row[: 3 + i % 5] for i, row in enumerate(LONG)]
+LABELS = [i % 3 for i in range(12)]
 # Of each case a model, its objective, columns of the data and the collator.
 REAL = {
     "causal": ("GPT2LMHeadModel", "causal-lm", {"input_ids": LONG, "text": ["a"] * 12}, None),
-    "ragged": (
-        "GPT2LMHeadModel",
-        "causal-lm",
-        {"input_ids": [row[: 3 + i % 5] for i, row in enumerate(LONG)]},
-        encoded,
-    ),
+    "ragged": ("GPT2LMHeadModel", "causal-lm", {"input_ids": RAGGED_LONG}, encoded),
     "masked": ("BertForMaskedLM", "masked-lm", {"input_ids": LONG, "labels": SOME}, None),
     "classes": (
-        "BertForSequenceClassification",
-        "classification",
-        {"input_ids": LONG, "label": [i % 3 for i in range(12)]},
-        None,
+        "BertForSequenceClassification", "classification",
+        {"input_ids": LONG, "label": LABELS}, None,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REAL)
@@ -186,11 +181,12 @@ def test_a_sample_without_labels_has_no_loss_and_no_gradient():
     assert not model.table.weight.grad.any()
 
 
-def test_losses_are_in_float32_at_least():
-    labels = torch.tensor([[1, 2, 3]])
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        losses, _ = token_losses(torch.randn(1, 3, WORDS, dtype=dtype), labels, "masked-lm")
-        assert losses.dtype == expected
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
+def test_losses_are_in_float32_at_least(dtype, expected):
+    logits, labels = torch.randn(1, 3, WORDS, dtype=dtype), torch.tensor([[1, 2, 3]])
+    assert token_losses(logits, labels, "masked-lm")[0].dtype == expected
 
 
 def test_defaults_and_fields():
