@@ -106,6 +106,7 @@ USAGE = {
     "help advize": ("'advize'", "steadygrad advise"),
     "advise --sed 1": ("'--sed'", "--seed"),
     "advise --bdget=5m": ("'--bdget=5m'", "--budget"),
+    "advise --see 1": ("'--see'", "--seed"),
     "advise char-lm b": ("'b'",),
     "advise --seed": ("--seed",),
     "advise --out --json": ("--out",),
