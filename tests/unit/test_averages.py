@@ -12,27 +12,18 @@ from steadygrad.averages import MovingAverage
 
 def test_exact_from_the_first_value_and_by_definition_after():
     average = MovingAverage(0.1)
+    assert average.value().isnan()
     values = [3.0, -1.0, 10.0, 0.5]
     for i, value in enumerate(values):
         average.update(torch.tensor(value))
+        # What is left out changes nothing, even if it is NaN.
+        average.update(torch.tensor(math.nan), where=torch.tensor(False))
         weights = [0.9 ** (i - j) for j in range(i + 1)]
         expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         assert average.value().item() == pytest.approx(expected, rel=1e-14)
-
-
-def test_where_false_changes_nothing_even_for_nan():
-    average = MovingAverage(0.5)
-    average.update(torch.tensor(2.0))
-    average.update(torch.tensor(math.nan), where=torch.tensor(False))
-    average.update(torch.tensor(4.0), where=torch.tensor(True))
-    assert average.value().item() == pytest.approx((0.5 * 2 + 4) / 1.5)
-
-
-def test_nothing_yet_is_nan():
-    average = MovingAverage(0.5, (2,))
-    assert average.value().isnan().all()
-    average.update(torch.ones(2))
-    assert average.value().tolist() == [1.0, 1.0]
+    several = MovingAverage(0.5, (2,))
+    several.update(torch.ones(2), where=torch.tensor(True))
+    assert several.value().tolist() == [1.0, 1.0]
 
 
 def test_state_goes_on_in_its_own_type():
@@ -45,9 +36,9 @@ def test_state_goes_on_in_its_own_type():
     assert second.total.dtype == torch.float64
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.5, -1.0, math.nan, "0.1", True])
+@pytest.mark.parametrize("rate", [0.0, 1.5, math.nan])
 def test_bad_rates(rate):
-    with pytest.raises(InputError, match=r"`update_rate` should be a finite number in \(0, 1\]"):
+    with pytest.raises(InputError, match=r"`update_rate` .*\(0, 1\]"):
         MovingAverage(rate)
 
 

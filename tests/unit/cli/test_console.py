@@ -1,9 +1,15 @@
-"""Printed lines, and the stream that they are printed on."""
+"""Printed lines, the stream that they are printed on, and progress in a log and in a bar."""
+
+import math
+import os
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
+from steadygrad._checks import InputError
 from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
+from steadygrad.cli.progress import Monitor, make_monitor
 
 
 def test_a_text_is_no_markup_and_no_emoji():
@@ -36,9 +42,93 @@ def test_an_error_is_one_line(capsys):
     assert capsys.readouterr().err == "steadygrad: Expected one thing. Found \\x1b[31mred.\n"
 
 
-@pytest.mark.parametrize("write", [emit, note])
-def test_what_a_stream_cannot_encode_is_escaped(write, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("write", "name"), [(emit, "sys.stdout"), (note, "sys.stderr")])
+def test_what_a_stream_cannot_encode_is_escaped(write, name, monkeypatch, tmp_path):
     with (tmp_path / "out").open("w", encoding="ascii") as stream:
-        monkeypatch.setattr("sys.stdout" if write is emit else "sys.stderr", stream)
+        monkeypatch.setattr(name, stream)
         write("größer")
     assert (tmp_path / "out").read_text() == "gr\\xf6\\xdfer\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_progress_that_nobody_can_read_ends_no_study(monkeypatch):
+    with open("/dev/full", "w") as out, open("/dev/full", "w") as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        note("a line")
+        with pytest.raises(InputError, match="No space left"):
+            emit("a result")
+
+
+class Clock:
+    """Stands still until it is moved; ``left`` is what remains of a budget that began at 0."""
+
+    def __init__(self, budget):
+        self.now, self.budget = 0.0, budget
+
+    def __call__(self):
+        return self.now
+
+    def left(self):
+        return self.budget - self.now
+
+
+def paced(budget=math.inf, *, done=0):
+    """A clock, and a monitor of 1,000 samples."""
+    clock = Clock(budget)
+    monitor = Monitor(True, clock.left, clock)
+    monitor.begin(1000, done)
+    return clock, monitor
+
+
+def test_a_line_every_half_minute(capsys):
+    clock, monitor = paced(600, done=100)
+    for number in range(90):
+        clock.now += 1
+        monitor.advance(10, "" if number % 2 else "training\x1b")
+    monitor.say("a\nb")
+    first, *lines, said = capsys.readouterr().err.splitlines()
+    assert first == "1,000 samples of work, 100 of them done"
+    assert [" ".join(line.split()) for line in lines] == [
+        r"training\x1b 40% 0:01:00 left, budget 9.5 min",
+        r"training\x1b 70% 0:00:30 left, budget 9.0 min",
+        r"training\x1b 100% 0:00:00 left, budget 8.5 min",
+    ]
+    assert said == r"steadygrad: a\nb"
+
+
+@pytest.mark.parametrize(("skipped", "seconds"), [(0, 49), (400, 8)])
+def test_work_of_others_and_work_that_is_not_needed_tell_no_speed(skipped, seconds):
+    clock, monitor = paced(done=400)
+    if skipped:
+        monitor.advance(10, "")
+        clock.now = 5.0
+        monitor.skip(skipped)
+    for _ in range(11):
+        clock.now += 1
+        monitor.advance(10, "")
+    assert monitor.task.completed == 510 + 10 * bool(skipped)
+    # 10 in a second.
+    assert monitor.task.time_remaining == seconds
+
+
+def test_which_monitor(monkeypatch, capsys):
+    with make_monitor(True, lambda: math.inf) as monitor:
+        monitor.say("a line")
+    with make_monitor(False, lambda: math.inf) as monitor:
+        monitor.begin(100, 10)
+        monitor.printed -= 40
+        monitor.advance(5, "no line")
+        monitor.say("no line")
+    assert capsys.readouterr().err == "steadygrad: a line\n"
+    monkeypatch.setattr(Console, "is_terminal", True)
+    with make_monitor(True, lambda: 90.0) as monitor:
+        monitor.begin(100, 10)
+        monitor.advance(10, "[red]\x1b")
+        monitor.say("a [line]")
+        monitor.bar.refresh()
+    err = capsys.readouterr().err
+    assert "steadygrad: a [line]\n" in err
+    assert "samples of work" not in err
+    for word in (r"[red]\x1b", " 20%", "left, budget 1.5 min"):
+        assert word in err

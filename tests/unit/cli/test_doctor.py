@@ -30,7 +30,7 @@ def examined(capsys, monkeypatch):
     return run
 
 
-def test_this_machine(examined, monkeypatch):
+def test_this_machine(examined, monkeypatch, capsys):
     # As PyPI's metadata, which leave out the build.
     monkeypatch.setattr(doctor, "version", lambda package: "1.0")
     found = examined()
@@ -41,38 +41,29 @@ def test_this_machine(examined, monkeypatch):
     assert found["step on cpu"] == "compiled loops (Numba)"
     assert found["gloo"] == "works"
     assert not torch.distributed.is_initialized()
-
-
-def test_the_text_has_a_line_for_each_value(examined, capsys):
-    found = examined()
+    # The text has a line for each value.
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [re.split(r" {2,}", line)[0] for line in lines] == [*found]
-    ends = [line.endswith(f"  {value}") for line, value in zip(lines, found.values(), strict=True)]
-    assert all(ends)
+    pairs = zip(lines, found.values(), strict=True)
+    assert all(line.endswith(f"  {value}") for line, value in pairs)
 
 
-def raises(error):
-    def call(*_, **__):
-        raise error
-
-    return call
-
-
-def test_a_step_without_loops_says_why(examined, monkeypatch):
-    monkeypatch.setitem(loops.BROKEN, loops.ALL, "no compiler for this machine")
-    found = examined()["step on cpu"]
+def test_a_step_without_loops_or_with_wrong_numbers_says_so(examined, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(loops.BROKEN, loops.ALL, "no compiler for this machine")
+        found = examined()["step on cpu"]
     assert found.startswith("multi-tensor calls (")
     assert "no compiler for this machine" in found
-
-
-def test_a_step_with_wrong_numbers_fails(examined, monkeypatch):
     monkeypatch.setattr(runtime, "_run", lambda *_: None)
     assert examined()["step on cpu"].startswith("fails: AssertionError: ")
 
 
 def test_what_is_broken_ends_nothing(examined, monkeypatch):
-    monkeypatch.setattr(distributed, "check_gloo", raises(RuntimeError("no\naddress")))
+    def raises():
+        raise RuntimeError("no\naddress")
+
+    monkeypatch.setattr(distributed, "check_gloo", raises)
     monkeypatch.setitem(sys.modules, "numba.core.caching", None)
     found = examined()
     assert found["gloo"] == "fails: RuntimeError: no address"
@@ -84,17 +75,14 @@ def test_what_is_broken_ends_nothing(examined, monkeypatch):
 
 
 def test_a_missing_extra_says_what_it_would_bring(examined, monkeypatch):
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    assert {*re.findall(r"^(\w+) = \[", text.partition("\n[")[0], re.M)} == {*doctor.BRINGS}
     assert "missing cpu" not in examined()
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else real(name))
     found = examined()
     assert found["numba"] is None
     assert found["missing cpu"] == f"{doctor.BRINGS['cpu']}: pip install 'steadygrad[cpu]'"
-
-
-def test_every_extra_has_words():
-    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
-    assert {*re.findall(r"^(\w+) = \[", text.partition("\n[")[0], re.M)} == {*doctor.BRINGS}
 
 
 def test_it_needs_no_extra_and_shows_where_loops_are_kept(tmp_path):

@@ -32,21 +32,19 @@ def loaded(*arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["tasks", "--help"], ["init", "--help"], ["doctor", "--help"]],
-    ids=" ".join,
+    ("words", "needed", "most"),
+    [
+        ("--help", set(), 7),
+        ("--version", set(), 7),
+        *((f"{name} --help", set(), 7) for name in ("tasks", "init", "doctor")),
+        # Its settings alone.
+        *((f"{name} --help", {"msgspec"}, 20) for name in STUDIES),
+    ],
 )
-def test_the_overview_needs_no_extra(arguments):
-    ours, extras = loaded(*arguments)
-    assert extras == set()
-    assert len(ours) <= 7
-
-
-@pytest.mark.parametrize("command", STUDIES)
-def test_the_help_of_a_study_needs_its_settings_only(command):
-    ours, extras = loaded(command, "--help")
-    assert extras == {"msgspec"}
-    assert len(ours) <= 20
+def test_a_help_text_needs_little(words, needed, most):
+    ours, extras = loaded(*words.split())
+    assert extras == needed
+    assert len(ours) <= most
 
 
 def test_a_page_with_a_schedule_needs_no_torch(tmp_path):

@@ -29,8 +29,6 @@ TASK = {
     "provenance": {"corpus": "Python 3.11.7 standard library, 740 files", "sha256": "9f86d081"},
 }
 
-MakeRun = Callable[..., Run]
-
 
 @cache
 def _results() -> tuple[Any, ...]:
@@ -66,12 +64,6 @@ def made_run(
     ]
     total = summarize(header, Results(found), status).to_dict() if status else None
     return Run(Path(), header, Results(found), total)
-
-
-@pytest.fixture
-def make_run() -> MakeRun:
-    """:func:`made_run`."""
-    return made_run
 
 
 @pytest.fixture

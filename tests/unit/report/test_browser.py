@@ -6,14 +6,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.page import render
 from steadygrad.studies.summary import summarize
-from tests.unit.report.conftest import contrast, luminance
+from tests.unit.report.conftest import contrast, luminance, made_run
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -112,12 +111,12 @@ def test_whole_page_on_a_phone_and_on_a_desk(whole_page: str, tmp_path: Path, mo
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("points", [0, 1, 2])
-def test_partial_page(make_run: Any, tmp_path: Path, points: int):
-    assert_well_shown(Look(render(make_run(points=points, status=None)), tmp_path), charts=0)
+def test_partial_page(tmp_path: Path, points: int):
+    assert_well_shown(Look(render(made_run(points=points, status=None)), tmp_path), charts=0)
 
 
 def test_hostile_names_run_nothing_and_do_not_widen_the_page(
-    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     script = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
 
@@ -125,16 +124,6 @@ def test_hostile_names_run_nothing_and_do_not_widen_the_page(
     change = lambda *run: replace(summarize(*run), **said)  # noqa: E731
     monkeypatch.setattr("steadygrad.studies.page.summarize", change)
     task = {"name": script + "x" * 300, "sample": script, "provenance": {"y" * 99: "y" * 3000}}
-    look = Look(render(make_run(task=task)), tmp_path)
+    look = Look(render(made_run(task=task)), tmp_path)
     assert_well_shown(look, charts=2)
     assert look.desk["title"].startswith("<img src=x")
-
-
-def test_the_look_would_see_an_error_and_a_wide_page(tmp_path: Path):
-    """A guard on the guard: the tests above can fail."""
-    page = "<script>console.error('seen'); missing()</script><div style='width:900px'>wide</div>"
-    look = Look(f"<!doctype html><title>bad</title>{page}", tmp_path)
-    assert any("seen" in line for line in look.console)
-    assert any("missing" in line for line in look.console)
-    assert look.phone["scroll"] > 390
-    assert look.phone["charts"] == 0

@@ -1,7 +1,9 @@
-"""Charts follow the page: its colours, its fonts, ids of their own, escaped labels."""
+"""Pages escape every text and load nothing; charts follow them; numbers are written for people."""
 
+import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +22,15 @@ from steadygrad.studies.charts import (
     samples_axis,
 )
 from steadygrad.studies.page import render
+from steadygrad.studies.text import (
+    interval,
+    loss,
+    percent,
+    percent_interval,
+    short,
+    show,
+    size,
+)
 from tests.unit.report.conftest import contrast, made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
@@ -60,14 +71,13 @@ def test_ids_differ_between_charts_and_references_meet_them():
     assert {a or b for a, b in wanted} <= set(ids)
 
 
-def test_colours_are_the_pages_own():
+def test_colours_are_the_pages_own(whole_page: str):
     drawn = "".join(re.findall(r"<[^>]*>", panel("one", "a", paint)))
     used = set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn))
     assert {CRITICAL, INK} <= used <= set(VARIABLES)
     assert "<style" not in drawn  # it would apply to the whole page
-    page = render(made_run())
     for colour in used:
-        assert f'[style*="fill: {colour}"] {{ fill: var(--{VARIABLES[colour]})' in page
+        assert f'[style*="fill: {colour}"] {{ fill: var(--{VARIABLES[colour]})' in whole_page
 
 
 def colours() -> dict[str, dict[str, str]]:
@@ -89,14 +99,11 @@ def test_the_style_sheet_has_every_colour_with_enough_contrast(mode: str):
         assert seen >= (3.0 if name == "schedule" else 4.5), name
 
 
-def test_labels_are_escaped_and_whole():
+def test_labels_are_escaped_and_short():
     (svg,) = svgs(panel("one", NASTY, paint))
     assert label(NASTY) in texts(svg)
     assert "alert(1)" in str(svg.get("aria-label"))
     assert not list(svg.iter("script"))
-
-
-def test_label_is_short():
     assert label("x" * 24) == "x" * 24
     assert label("x" * 500) == "x" * 23 + "…"
 
@@ -134,3 +141,65 @@ def test_names_of_lines_that_end_together_are_moved_apart():
     # SVG counts downwards. 14: the layout may shrink the axes a little after the names are placed.
     assert height["first"] - height["second"] >= 14
     assert height["second"] - height["far"] > 30
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x1b", "\x85", "\ud800", "\uffff"])
+@pytest.mark.usefixtures("no_charts")
+def test_a_name_is_text_wherever_it_stands(character: str):
+    page = render(
+        made_run(task={"sample": f"a{character}b", "name": NASTY, "provenance": {NASTY: NASTY}})
+    )
+    assert "a\ufffdb" in page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    page.encode()
+
+
+def test_a_page_is_self_contained(whole_page: str):
+    assert whole_page.startswith('<!doctype html>\n<html lang="en">')
+    for part in ("width=device-width", "default-src 'none'", "prefers-color-scheme: dark"):
+        assert part in whole_page
+    for loading in ("<script", "@import", "src=", "url(http"):
+        assert loading not in whole_page
+    # A table scrolls in its own box.
+    assert '<div class="scroll" tabindex="0" role="region" aria-label=' in whole_page
+
+
+INF, NAN = math.inf, math.nan
+WRITTEN = {
+    show: {
+        None: "–", NAN: "–", INF: "∞", -INF: "−∞", True: "yes", 0: "0", 254_720: "254,720",
+        -3: "−3", 1234.5: "1,234", 99.96: "100", 0.0123: "0.0123", 0.00282842: "0.00283",
+        -0.0004: "−4e−4", 1.25e-9: "1.25e−9", 3e8: "3e8", 10.0: "10", "sqrt": "sqrt",
+    },
+    loss: {
+        1.7: "1.7000", -2.5: "−2.5000", NAN: "–", INF: "∞", 2: "2.0000", 2.26849: "2.2685",
+        1.2e-5: "1.2e−5", 0.01234: "0.01234", None: "–",
+    },
+    short: {8: "8", 999: "999", 2000: "2K", 1.5e6: "1.5M", 3e9: "3B"},
+    size: {8: "8", 38.608: "38.6", 512: "512", 1024: "1024", 65_536: "65.5K"},
+    percent: {
+        0.154: "15%", -0.02: "−2%", 3.0: "300% or more", INF: "300% or more", None: "–", NAN: "–",
+    },
+}  # fmt: skip
+ENDS = {
+    interval: {
+        (48, 128): "48 – 128", (41.0, INF): "≥ 41", (0.0, INF): "0 – ∞", (-INF, INF): "−∞ – ∞",
+        (NAN, 3.0): "–", (None, 3.0): "–",
+    },
+    percent_interval: {
+        (0.1, 3.5): "10% to 300% or more", (1 / 1.5 - 1, 0.2): "below −33% to 20%",
+        (None, None): "–",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WRITTEN)
+def test_a_number(function: Callable[[object], str]):
+    assert {value: function(value) for value in WRITTEN[function]} == WRITTEN[function]
+    assert show(0.0) == "0"
+
+
+@pytest.mark.parametrize("function", ENDS)
+def test_an_interval(function: Callable[[object, object], str]):
+    assert {ends: function(*ends) for ends in ENDS[function]} == ENDS[function]

@@ -20,20 +20,16 @@ from torch.utils.data import (
 )
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import Task, TensorSamples, mean_loss
+from steadygrad.tasks import Task, TensorSamples
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, torch.arange(12))
 
 
-def losses(model, batch):
-    return model(batch[0]).square().mean(1)
-
-
 def made(loader, **options):
     defaults = {
         "valid": TensorSamples((X, torch.arange(12))),
-        "per_sample_loss": losses,
+        "per_sample_loss": lambda model, batch: model(batch[0]).square().mean(1),
         "lr": 0.1,
         "make_model": lambda: nn.Linear(3, 2),
     }
@@ -74,24 +70,10 @@ def pad(rows):
 
 def test_a_map_style_data_set_is_collated_in_any_order_and_size():
     task = made(DataLoader(Words(), batch_size=2, collate_fn=pad), valid=DataLoader(Words(3)))
-    assert task.batch_size == 2
     assert (len(task.train), len(task.valid)) == (6, 3)
-    assert task.train.batch(torch.tensor([2, 0, 1])).tolist() == [
-        [0, 1, 2],
-        [0, -1, -1],
-        [0, 1, -1],
-    ]
-    assert task.train.batch(torch.tensor([0])).tolist() == [[0]]
-
-
-@pytest.mark.parametrize("rows", [Words(), [{"x": Words()[i]} for i in range(6)], [[1], [1, 2]]])
-def test_unequal_rows_without_a_collate_fn(rows):
-    task = made(DataLoader(rows, batch_size=2), valid=TensorSamples(X))
-    with pytest.raises(RuntimeError, match="equal size"):
-        task.train.batch(torch.arange(2))
-
-
-def test_a_data_set_that_fetches_many_rows_at_once_does():
+    found = task.train.batch(torch.tensor([2, 0, 1])).tolist()
+    assert found == [[0, 1, 2], [0, -1, -1], [0, 1, -1]]
+    # Many rows at once, where the data set has them.
     task = made(DataLoader(AtOnce(), batch_size=2, collate_fn=pad))
     assert task.train.batch(torch.tensor([1, 0])).tolist() == [[100, 101], [100, -1]]
 
@@ -99,17 +81,13 @@ def test_a_data_set_that_fetches_many_rows_at_once_does():
 def test_fields_of_the_loader_and_of_the_caller():
     loader = DataLoader(DATA, batch_size=4, num_workers=2)
     task = made(loader)
-    assert (task.name, task.sample, task.batch_size, task.loader_workers) == (
-        "my-model",
-        "sample",
-        4,
-        2,
-    )
-    assert type(task.make_optimizer([nn.Parameter(X)], 0.1)) is torch.optim.AdamW
+    assert (task.name, task.sample) == ("my-model", "sample")
+    assert (task.batch_size, task.loader_workers) == (4, 2)
+    assert task.make_optimizer is torch.optim.AdamW
     changes = {"name": "mine", "batch_size": 3, "loader_workers": 0, "micro_batch_size": 2}
-    task = made(loader, **changes, make_optimizer=torch.optim.SGD, lr_rule="linear")
+    changes |= {"make_optimizer": torch.optim.SGD, "lr_rule": "linear"}
+    task = made(loader, **changes)
     assert {f.name: getattr(task, f.name) for f in fields(task) if f.name in changes} == changes
-    assert (task.make_optimizer, task.lr_rule) == (torch.optim.SGD, "linear")
 
 
 @pytest.mark.parametrize(
@@ -133,10 +111,10 @@ def test_a_random_sampler_is_read_alike_every_time_and_draws_nothing():
     loader = DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12), batch_size=2)
     before = torch.get_rng_state()
     first = numbers(made(loader).train)
+    assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(1)
     assert numbers(made(loader).train) == first
     assert len(set(first)) < 12
-    torch.set_rng_state(before)
 
 
 def test_an_endless_sampler_is_cut():
@@ -145,16 +123,22 @@ def test_an_endless_sampler_is_cut():
             while True:
                 yield from range(3)
 
+    class Empty(BatchSampler):
+        def __iter__(self):
+            while True:
+                yield []
+
     loader = DataLoader(DATA, sampler=Endless(), batch_size=2)
     assert numbers(made(loader, max_samples=7).train) == [0, 1, 2] * 4  # as many as there are rows
+    loader = DataLoader(DATA, batch_sampler=Empty(SequentialSampler(DATA), 2, False))
+    with pytest.raises(InputError, match="train"):
+        made(loader, max_samples=50)
 
 
 def test_subsets_and_batches_of_loaders_agree_with_the_loop():
     loader = DataLoader(Subset(DATA, [5, 2, 8]), batch_size=2)
-    task = made(loader)
-    first = next(iter(loader))
-    again = task.train.batch(torch.arange(2))
-    assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [True, True]
+    again = made(loader).train.batch(torch.arange(2))
+    assert all(torch.equal(a, b) for a, b in zip(next(iter(loader)), again, strict=True))
 
 
 def test_a_stream_is_read_from_its_start_and_kept():
@@ -162,48 +146,21 @@ def test_a_stream_is_read_from_its_start_and_kept():
     assert numbers(task.train) == [0, 1, 2, 3, 4]
     assert torch.equal(task.train.batch(torch.tensor([3, 1]))[0], X[[3, 1]])
     assert task.batch_size == 4
-    assert task.provenance == {"train": "the first 5 samples of a stream"}
-    assert made(DataLoader(Stream()), provenance={"corpus": "mine"}).provenance == {
-        "corpus": "mine"
-    }
+    assert "5" in task.provenance["train"]
+    said = {"corpus": "mine"}
+    assert made(DataLoader(Stream()), provenance=said).provenance == said
 
 
 @pytest.mark.parametrize(
     ("loader", "found"),
     [
-        ([(X, torch.arange(12))], "`loader`.*Found list of ready ones"),
-        (DataLoader([X], batch_size=None), "`loader`.*Found DataLoader of ready ones"),
-        (DataLoader([]), r"`len\(train\)`"),
-        (DataLoader(DATA, batch_sampler=[[0], [1]]), "`batch_size`.*Found `batch_size = None`"),
-        (DataLoader(DATA, batch_size=13), "`batch_size`.*Found `batch_size = 13`"),
+        ([(X, torch.arange(12))], "`loader`"),
+        (DataLoader([X], batch_size=None), "`loader`"),
+        (DataLoader([]), "train"),
+        (DataLoader(DATA, batch_sampler=[[0], [1]]), "batch_size = None"),
+        (DataLoader(DATA, batch_size=13), "batch_size = 13"),
     ],
 )
 def test_loaders_that_cannot_be_read_are_refused(loader, found):
-    with pytest.raises(InputError, match=rf"{found}.*Remedy"):
+    with pytest.raises(InputError, match=found):
         made(loader)
-
-
-def test_it_trains():
-    torch.manual_seed(0)
-    task = made(DataLoader(DATA, batch_size=4), micro_batch_size=5)
-    model = task.make_model()
-    before = mean_loss(task, model)
-    optimizer = task.optimizer(model, task.lr)
-    for start in range(0, 48, 4):
-        batch = task.train.batch(torch.arange(start, start + 4) % 12)
-        task.per_sample_loss(model, batch).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    # A linear layer that is to put out zeros: AdamW goes 0.1 a step from weights below 0.6.
-    assert mean_loss(task, model) < 0.2 * before
-
-
-def test_an_endless_sampler_of_empty_batches_ends():
-    class Empty(BatchSampler):
-        def __iter__(self):
-            while True:
-                yield []
-
-    loader = DataLoader(DATA, batch_sampler=Empty(SequentialSampler(DATA), 2, False))
-    with pytest.raises(InputError, match="train"):
-        made(loader, max_samples=50)

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from steadygrad.tasks import Task, TensorSamples
-from steadygrad.tasks.char_lm import VOCABULARY
 
 
 def squared(model, batch):
@@ -22,8 +21,3 @@ TASK = Task(
     lr=0.1,
     batch_size=2,
 )
-
-
-def decode(tokens):
-    """Tokens of the corpus back into text; ``OTHER`` reads as U+FFFD."""
-    return "".join((VOCABULARY + "\N{REPLACEMENT CHARACTER}")[token] for token in tokens)
