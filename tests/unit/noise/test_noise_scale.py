@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from tests.unit.noise.training_loop import (
     COUNTS,
-    Tied,
+    Shared,
     accumulate,
     assert_defined,
     last,
@@ -19,7 +20,6 @@ from tests.unit.noise.training_loop import (
     measure,
     micro_weight,
     per_sample,
-    token_losses,
 )
 
 SOURCES = pytest.mark.parametrize("source", ["microbatch", "accumulated", "per_example"])
@@ -51,31 +51,6 @@ def test_single_examples_as_parts(counts):
     assert_defined(noise.estimate(), per_sample(model, x, y), [1] * 10)
 
 
-def test_groups_add_up_and_each_is_right():
-    model, x, y = make()
-    noise = NoiseScale(model, groups=lambda name: name.split(".")[1])
-    measure(noise, model, x, y)
-    whole = noise.estimate()
-    assert set(whole.by_group) == {"weight", "bias"}
-    for name, group in whole.by_group.items():
-        rows = per_sample(model, x, y, wanted=lambda n, name=name: n.endswith(name))
-        assert_defined(group, rows, COUNTS)
-    parts = whole.by_group.values()
-    assert sum(g.noise_trace.item() for g in parts) == pytest.approx(whole.noise_trace.item())
-
-
-def tied_step(source, reentrant):
-    torch.manual_seed(0)
-    model, x = Tied(reentrant).double(), torch.randint(7, (6, 5))
-    noise = NoiseScale(model, source=source)
-    for micro in x.split(3):
-        loss = token_losses(model, micro).mean() / 2
-        with noise.microbatch(3):
-            loss.backward()
-    noise.step()
-    return noise, model, x
-
-
 @pytest.mark.parametrize(
     ("source", "reentrant"),
     [
@@ -83,33 +58,19 @@ def tied_step(source, reentrant):
         ("accumulated", True),
     ],
 )
-def test_tied_weights_and_checkpointing(source, reentrant):
-    noise, model, x = tied_step(source, reentrant)
+def test_shared_weights_and_checkpointing(source, reentrant):
+    model, x, y = make(model=partial(Shared, reentrant))
+    noise = NoiseScale(model, source=source)
+    measure(noise, model, x, y, [5, 5])
     model.reentrant = None  # autograd.grad cannot go through a reentrant checkpoint
-    rows = []
-    for row in x:
-        grads = torch.autograd.grad(token_losses(model, row[None]).sum(), list(model.parameters()))
-        rows.append(torch.cat([g.flatten() for g in grads]))
-    counts = [1] * 6 if source == "per_example" else [3, 3]
-    assert_defined(noise.estimate(), torch.stack(rows).detach(), counts)
+    counts = [1] * 10 if source == "per_example" else [5, 5]
+    assert_defined(noise.estimate(), per_sample(model, x, y), counts)
 
 
 def test_reentrant_checkpoint_of_a_reused_layer_is_refused_by_name():
-    with pytest.raises(InputError, match=r"twice\.bias"):
-        tied_step("microbatch", True)
-
-
-def test_unused_and_frozen_parameters_count_as_nothing():
-    model, x, y = make()
-    model.unused = nn.Linear(9, 9).double()
-    model[0].requires_grad_(False)
-    model.forward = lambda t: model[3](model[2](model[1](model[0](t))))
-    noise = NoiseScale(model)
-    measure(noise, model, x, y)
-    assert_defined(
-        noise.estimate(), per_sample(model, x, y, wanted=lambda n: n[0] in "23"), COUNTS
-    )
-    assert set(noise.estimate().by_group) == {"2", "3", "unused"}
+    model, x, y = make(model=partial(Shared, True))
+    with pytest.raises(InputError, match="twice.weight"):
+        measure(NoiseScale(model), model, x, y)
 
 
 @pytest.mark.slow

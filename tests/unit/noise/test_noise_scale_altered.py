@@ -124,16 +124,6 @@ def test_every_metric_notices_and_the_count_is_saved():
         assert other.altered.item() == count
 
 
-def test_an_overflow_is_no_alteration():
-    model, x, y = make()
-    noise = NoiseScale(model, samples=5)
-    x[0, 0] = torch.inf
-    accumulate(model, x, y)
-    clip(model)
-    noise.step()
-    assert left_out(noise) == (1, 0)
-
-
 @pytest.mark.filterwarnings("ignore:Expected `.grad`")
 @pytest.mark.parametrize("source", ["microbatch", "per_example"])
 def test_what_is_wrong_with_one_parameter_is_found_when_it_is_its_turn(source):
@@ -210,7 +200,7 @@ def test_on_an_accelerator_the_warning_comes_with_the_next_step(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Expected `.grad`")
-@pytest.mark.parametrize("how", ["clipped", "overflown", "short window", "whole"])
+@pytest.mark.parametrize("how", ["clipped", "overflown", "dropped", "short window", "whole"])
 def test_steps_left_out_for_their_gradients_leave_no_fair_sample(how):
     """Seven of sixty; a short window is left out for its number of parts."""
     model, sample = synthetic(4.0)
@@ -223,7 +213,7 @@ def test_steps_left_out_for_their_gradients_leave_no_fair_sample(how):
             (loss * torch.inf if this == "overflown" and micro else loss).backward()
         if this == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-        noise.step()
+        (noise.drop_step if this == "dropped" else noise.step)()
     got, fair = noise.estimate(), how in ("short window", "whole")
     assert got.resolved.item() is got.high.isfinite().item() is fair
     assert (got.reason is None) is fair

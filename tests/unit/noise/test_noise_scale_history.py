@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 
 import pytest
 import torch
@@ -66,25 +65,6 @@ def test_finds_a_known_noise_scale_at_any_batch_size(source):
     assert got.value.item() == pytest.approx(40, rel=0.12)
     assert got.noise_trace.item() == pytest.approx(40, rel=0.03)
     assert got.low.item() < 40 < got.high.item()
-    assert got.resolved.item()
-
-
-def test_hopeless_data_are_unresolved():
-    model, sample = synthetic(1e6)
-    noise = NoiseScale(model)
-    run(noise, model, sample, 20, [2, 2])
-    got = noise.estimate()
-    assert (got.resolved.item(), got.high.item()) == (False, math.inf)
-    assert got.low.item() > 2  # what can be said: far above the batch
-
-
-def test_gradients_without_noise_have_a_noise_scale_of_zero():
-    model = nn.Linear(1, 1, bias=False).double()
-    noise = NoiseScale(model)
-    run(noise, model, lambda n: model.weight.new_full((n, 1), 3.0), 20, [4, 4, 4, 4])
-    got = noise.estimate()
-    # Powers of two in counts and weights: nothing is rounded.
-    assert [x.item() for x in (got.value, got.low, got.high)] == [0.0, 0.0, 0.0]
     assert got.resolved.item()
 
 
@@ -155,9 +135,11 @@ def test_an_overflowed_step_is_left_out_and_counted():
     noise = NoiseScale(model)
     measure(noise, model, x, y)
     before = noise.estimate().as_dict()
-    bad = x.clone()
-    bad[0, 0] = torch.inf
-    measure(noise, model, bad, y)
+    x[0, 0] = torch.inf
+    model.zero_grad()
+    accumulate(model, x, y, noise)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # which is then no alteration
+    noise.step()
     # All but one step older.
     assert noise.estimate().as_dict() == {
         **before,
@@ -229,9 +211,3 @@ def test_nothing_waits_for_the_device():
             numbers = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
             assert {(x.device.type, x.shape) for x in numbers} == {("meta", ())}
             assert len(numbers) == 14
-
-
-def test_no_measurement_yet():
-    got = NoiseScale(nn.Linear(2, 2)).estimate()
-    assert (got.drifting.item(), got.measurements.item()) == (False, 0)
-    assert got.age.isnan()

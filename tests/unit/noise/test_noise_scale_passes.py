@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from tests.unit.noise.training_loop import (
     COUNTS,
-    Tied,
+    Shared,
     accumulate,
     found,
     last,
     left_out,
     losses,
     make,
-    token_losses,
 )
 
 
@@ -59,21 +59,6 @@ def measured(run, model, backwards, sizes, steps=2, **options):
     return found(noise)
 
 
-class Reentrant(nn.Module):
-    """A body whose forward pass is repeated in a backward pass of its own; with or without head."""
-
-    def __init__(self, head=True):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.head = nn.Linear(2, 2).requires_grad_(head)
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        for layer in self.body:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return self.head(x)
-
-
 class Experts(nn.ModuleList):
     """Parts may use other parameters: what ends a part is the end of its pass."""
 
@@ -81,86 +66,85 @@ class Experts(nn.ModuleList):
         return self[int(x[0, 0] > 0)](x)
 
 
-def backwards_of(model, x, y, counts):
-    pairs = zip(x.split(counts), y.split(counts), strict=True)
-    share = 1 / len(counts)
-    return [lambda a=a, b=b: (losses(model, a, b).mean() * share).backward() for a, b in pairs]
+MODELS = {
+    "plain": None,
+    "preconditioned": None,
+    "experts": lambda: Experts([nn.Linear(3, 2), nn.Linear(3, 2)]),
+    "shared": Shared,
+    "checkpointed": partial(Shared, False),
+}
 
 
-@pytest.mark.parametrize("kind", ["plain", "preconditioned", "reentrant", "experts"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_micro_batches_are_found(kind):
-    model, x, y = make()
+    model, x, y = make(model=MODELS[kind])
+    x[:2, 0], x[2:7, 0] = 1, -1  # of different experts
     options = {}
     if kind == "preconditioned":
         optimizer = torch.optim.Adam(model.parameters())
         losses(model, x, y).mean().backward()
         optimizer.step()
         options = {"metric": "preconditioned", "optimizer": optimizer}
-    elif kind == "reentrant":
-        model = Reentrant().double()
-    elif kind == "experts":
-        model = Experts([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
-        x[:2, 0], x[2:7, 0] = 1, -1
-    backwards = backwards_of(model, x, y, COUNTS)
+    backwards = [
+        lambda a=a, b=b: (losses(model, a, b).mean() / 3).backward()
+        for a, b in zip(x.split(COUNTS), y.split(COUNTS), strict=True)
+    ]
     contexts, *others = (measured(run, model, backwards, COUNTS, **options) for run in RUNS)
     assert torch.isfinite(contexts[:2]).all()
     assert all(torch.equal(other, contexts) for other in others)
 
 
-@pytest.mark.parametrize("reentrant", [None, False], ids=["plain", "checkpointed"])
-def test_tied_weights_and_checkpointing(reentrant):
-    torch.manual_seed(0)
-    model, x = Tied(reentrant).double(), torch.randint(7, (6, 5))
-    backwards = [
-        lambda p=p: (token_losses(model, p).mean() / 2).backward() for p in x.split([2, 4])
+@pytest.mark.parametrize("head", [True, False])
+def test_reentrant_checkpoints_belong_to_the_pass_around_them(head):
+    """Where it has no gradient of its own, its end is not known."""
+
+    class Once(Shared):
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            return self.head(checkpoint(self.twice, x, use_reentrant=True))
+
+    model, x, y = make(model=Once)
+    model.head.requires_grad_(head)
+    backwards = of_halves(model, x, y)
+    if head:
+        contexts = measured(with_contexts, model, backwards, [5, 5])
+        assert torch.equal(measured(alone, model, backwards, [5, 5]), contexts)
+    else:
+        with pytest.raises(InputError, match="use_reentrant"):
+            measured(alone, model, backwards, [5, 5])
+
+
+def of_halves(model, x, y, factor=1.0):
+    """Backward passes of five samples each."""
+    return [
+        lambda a=a, b=b: (losses(model, a, b).mean() * (factor / 2)).backward()
+        for a, b in zip(x.split(5), y.split(5), strict=True)
     ]
-    contexts, *others = (measured(run, model, backwards, [2, 4]) for run in RUNS)
-    assert torch.isfinite(contexts[:2]).all()
-    assert all(torch.equal(other, contexts) for other in others)
-
-
-def test_reentrant_checkpoints_alone_are_refused():
-    _, x, y = make()
-    model = Reentrant(head=False).double()
-    noise = NoiseScale(model, samples=10)
-    with pytest.raises(InputError, match="use_reentrant"):
-        losses(model, x, y).mean().backward()
-    noise.remove()
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_that_autograd_hands_out_are_no_micro_batch(run):
     """An adaptive weight, as of VQGAN: the gradient of the last layer is asked for."""
     model, x, y = make()
-    results = []
-    for asked in (False, True):
 
-        def backward(half, asked=asked):
-            loss = losses(model, x[half], y[half]).mean() / 2
-            if asked:
-                torch.autograd.grad(loss, [*model.parameters()][-1], retain_graph=True)
-            loss.backward()
+    def asks(a, b):
+        loss = losses(model, a, b).mean() / 2
+        torch.autograd.grad(loss, [*model.parameters()][-1], retain_graph=True)
+        loss.backward()
 
-        halves = [slice(0, 3), slice(3, 6)]
-        backwards = [lambda half=half, one=backward: one(half) for half in halves]
-        results.append(measured(run, model, backwards, [3, 3]))
-    assert torch.equal(*results)
+    pairs = zip(x.split(5), y.split(5), strict=True)
+    asking = measured(run, model, [partial(asks, *pair) for pair in pairs], [5, 5])
+    assert torch.equal(asking, measured(run, model, of_halves(model, x, y), [5, 5]))
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_micro_batch_without_samples_is_no_part(run):
     model, x, y = make()
-    results = []
-    for sizes in ([5, 5], [0, 5, 5], [5, 0, 5, 0]):
-        halves = iter(zip(x.split(5), y.split(5), strict=True))
-        pairs = [next(halves) if size else (x, y) for size in sizes]
-        backwards = [
-            lambda a=a, b=b, n=n: (losses(model, a, b).mean() * (n > 0) / 2).backward()
-            for (a, b), n in zip(pairs, sizes, strict=True)
-        ]
-        results.append(measured(run, model, backwards, sizes, steps=1))
-    assert torch.equal(results[1], results[0])
-    assert torch.equal(results[2], results[0])
+    first, second = of_halves(model, x, y)
+    empty = of_halves(model, x, y, factor=0)[0]
+    plain = measured(run, model, [first, second], [5, 5])
+    assert torch.equal(measured(run, model, [empty, first, second], [0, 5, 5]), plain)
+    assert torch.equal(measured(run, model, [first, empty, second, empty], [5, 0, 5, 0]), plain)
 
 
 def test_what_a_micro_batch_without_samples_adds_all_the_same_is_noticed():

@@ -16,9 +16,29 @@ COUNTS = [2, 5, 3]
 EXACT = 1e-9
 
 
-def make(dtype=torch.float64):
+class Shared(nn.Module):
+    """A layer that is used twice and shares its weight, without a checkpoint or each in its own."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.twice, self.tied, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.tied.weight = self.twice.weight
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for layer in (self.twice, self.twice, self.tied):
+            if self.reentrant is None:
+                x = layer(x).tanh()
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+        return self.head(x)
+
+
+def make(dtype=torch.float64, model=None):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers) if model is None else model()
     data = torch.randn(sum(COUNTS), 3), torch.randn(sum(COUNTS), 2)
     return model.to(dtype), *(x.to(dtype) for x in data)
 
@@ -105,33 +125,3 @@ def run(noise, model, sample, steps, counts):
             with noise.microbatch(n):
                 (model(sample(n)).mean() / len(counts)).backward()
         noise.step()
-
-
-class Tied(nn.Module):
-    """An embedding that is also the output layer, with a layer used twice; perhaps checkpointed."""
-
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.twice = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.reentrant = reentrant
-
-    def block(self, h):
-        return torch.tanh(self.twice(h))
-
-    def forward(self, x):
-        h = self.embed(x)
-        for _ in range(2):
-            if self.reentrant is None:
-                h = self.block(h)
-            else:
-                h = checkpoint(self.block, h, use_reentrant=self.reentrant)
-        return self.head(h)
-
-
-def token_losses(model, x):
-    out = model(x[:, :-1]).flatten(0, 1)
-    loss = nn.functional.cross_entropy(out, x[:, 1:].flatten(), reduction="none")
-    return loss.view(len(x), -1).mean(-1)
