@@ -69,7 +69,7 @@ def test_shared_weights_and_checkpointing(source, reentrant):
 
 def test_reentrant_checkpoint_of_a_reused_layer_is_refused_by_name():
     model, x, y = make(model=partial(Shared, True))
-    with pytest.raises(InputError, match="twice.weight"):
+    with pytest.raises(InputError, match=r"twice\.weight"):
         measure(NoiseScale(model), model, x, y)
 
 
