@@ -103,9 +103,9 @@ NOISY = ["equal", "unequal", "ranks", "examples"]
         *((scheme, 16, 1_200_000) for scheme in NOISY),
     ],
 )
-def test_unbiased_against_known_truth(scheme, ratio, total, chunk=20_000):
+def test_unbiased_against_known_truth(scheme, ratio, total):
     """Noise scales of half the batch to 16 of them."""
-    generator = torch.Generator().manual_seed(0)
+    generator, chunk = torch.Generator().manual_seed(0), 20_000
     noise_scale = ratio * sum(SCHEMES[scheme])
     sums = torch.zeros(2, 2, dtype=torch.float64)
     for _ in range(total // chunk):
