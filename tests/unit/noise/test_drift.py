@@ -68,6 +68,7 @@ def present(growth, strength, decay, n, rho=0.0):
     [
         ("none", 2.0, 200, 1.0, 0.0),
         ("none", 40.0, 200, 0.98, 0.0),
+        ("none", 1e9, 200, 1.0, 0.0),  # without a signal
         ("none", 2.0, 200, 0.98, 0.6),
         ("exponential", 2.0, 150, 0.99, 0.0),
         ("linear", 8.0, 300, 1.0, 0.0),  # some drift, some do not
@@ -147,7 +148,7 @@ def test_the_present_value_is_covered_while_it_grows(decay, n, strength, growth,
         assert got.resolved.double().mean() >= 0.98
 
 
-@pytest.mark.parametrize("since", [20, 60, 100, 150])
+@pytest.mark.parametrize("since", [20, 150])
 def test_a_step_is_left_behind(since):
     """A step that is not in the middle of any window, with both halves' spread made large by it."""
     course = torch.where(torch.arange(200) < since, 1.0, 0.1).double()
@@ -156,44 +157,6 @@ def test_a_step_is_left_behind(since):
     # The newest quarter of a window that ends at the step, or before it.
     assert got.measurements.median() <= since / 2
     assert covered(got, 128) >= 0.92
-
-
-def falling():
-    """Noise and signal fall together: the ratio stays."""
-    fall = torch.linspace(1, 20, 200, dtype=torch.float64)
-    return (x * fall for x in histories(ones(200), 2.0))
-
-
-def without_signal():
-    return histories(ones(200) * 1e9, 1.0)
-
-
-def slow():
-    """With an autocorrelation of 0.5 halves differ by more than independent ones."""
-    x = autoregressive(0.5, 1_000, 200)
-    return 10 + x, torch.full_like(x, 2.0)
-
-
-# 1 % of false alarms, and three standard errors of 500 or 1,000 replicates.
-@pytest.mark.parametrize(
-    ("drawn", "most"), [(falling, 0.024), (without_signal, 0.03), (slow, 0.05)]
-)
-def test_what_does_not_drift(drawn, most):
-    got = present_ratio(*drawn(), ones(200))
-    assert got.drifting.double().mean() <= most
-    if drawn is without_signal:
-        assert got.high.isinf().double().mean() >= 0.95
-
-
-def test_a_hint_widens_the_interval_and_keeps_the_value():
-    noise, signal = histories(course_of("linear", 200, 200), 16.0)
-    got, whole = present_ratio(noise, signal, ones(200)), ratio_of_averages(noise, signal)
-    wider = ~got.drifting & (got.high > whole.high)
-    assert wider.any()
-    assert torch.equal(got.value[wider], whole.value[wider])
-    assert (got.low <= whole.low)[wider].all()
-    assert (got.measurements[wider] == 200).all()
-    assert torch.equal(got.resolved, torch.isfinite(got.high))
 
 
 def test_what_lies_where_there_is_no_measurement_does_not_matter():

@@ -355,7 +355,7 @@ def test_what_cannot_be_compared(fault):
         model.requires_grad_(False)
     elif fault == "too few":
         batch = {name: x[:7] for name, x in batch.items()}
-    match = {"frozen": "`model`", "too few": "`batch`"}.get(fault, "GradientWatch")
+    match = {"frozen": "`model`", "too few": "Found 7"}.get(fault, "GradientWatch")
     with pytest.raises(InputError, match=match):
         check_accumulation(model, lambda m, b: factor * sequence_mean(m, b), batch)
 
