@@ -43,12 +43,6 @@ def diagnoses(model, noise, batches, step):
     plain(model, noise, batches, step)
 
 
-def varies(model, noise, batches, step):
-    """Another number of passes in each step."""
-    more = batches + [(x + 1, y) for x, y in batches]
-    plain(model, noise, more[: 2 + step % 4], step)
-
-
 def fills(model, noise, batches, step, given=torch.empty(6, 5)):  # noqa: B008
     """One buffer for all samples, which is filled anew."""
     for x, y in batches:
@@ -56,7 +50,7 @@ def fills(model, noise, batches, step, given=torch.empty(6, 5)):  # noqa: B008
     noise.step()
 
 
-@pytest.mark.parametrize("loop", [plain, diagnoses, varies, fills])
+@pytest.mark.parametrize("loop", [plain, diagnoses, fills])
 def test_ordinary_steps_are_all_measured(loop):
     got = run(loop)
     assert got.skipped == 0

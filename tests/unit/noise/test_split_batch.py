@@ -109,13 +109,10 @@ def value_of(x, *args, seed=0, **options):
     return make(*args, seed=seed, **options)(x @ w, w).item()
 
 
-def test_tiny_gradients_keep_their_ratio():
+def test_what_the_original_takes_for_zero():
+    """It adds 1e-8 to the denominator, and clips both parts to one norm."""
     x = drawn(0, batch=16)[0]
-    # The original adds 1e-8 to the denominator and reports 0 here.
     assert value_of(x * 1e-9) == pytest.approx(value_of(x), rel=1e-9)
-
-
-def test_paper_mode_with_clipping_is_not_zero():
     x = drawn(0, batch=40, dim=64, noise_scale=20.0)[0]
     clipped = value_of(x, "paper", 0.25, gradient_norm_clip=1e-3)
     assert clipped == pytest.approx(value_of(x, "paper", 0.25), rel=1e-9)

@@ -140,19 +140,6 @@ def test_hidden_states(wrap, part, mode):
     assert culprit(watch) == (("loss", "") if part == torch.inf else ("gradient", "place"))
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_one_of_two_heads(bad):
-    def code(own, x):
-        h = own.trunk(x)
-        return own.p(h), own.q(h)
-
-    model = Parts(code, trunk=nn.Linear(4, 4), p=nn.Linear(4, 1), q=nn.Linear(4, 1))
-    watch = watching(model)
-    heads = model(data()[0])
-    (root_of_zero(heads[bad]).sum() + heads[1 - bad].sum()).backward()
-    assert culprit(watch) == ("loss", "")
-
-
 def test_second_backward_pass_of_one_forward_pass():
     model = nn.Sequential(nn.Linear(4, 4), Module(lambda x: x), nn.Linear(4, 2))
     watch, (x, _) = watching(model), data()
