@@ -2,19 +2,15 @@
 
 import math
 
-import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 from steadygrad.noise.intervals import (
-    halves_differ,
     present_ratio,
     ratio_of_averages,
-    short_memory,
 )
 from tests.reference import noise_drift as reference
-from tests.unit.noise.test_intervals import autoregressive, covered
+from tests.unit.noise.test_intervals import covered
 
 
 def ones(n):
@@ -93,28 +89,6 @@ def test_agrees_with_the_reference(growth, strength, n, decay, rho):
         assert got.age[i].item() == pytest.approx(expected.age, rel=1e-12)
 
 
-def test_with_known_denominators_it_is_welch():
-    """Independent numerators over ones: scipy's test of unequal variances."""
-    generator = np.random.default_rng(0)
-    x = np.concatenate([generator.normal(5, 1, 40), generator.normal(4.5, 3, 40)])
-    got, degrees = halves_differ(
-        torch.tensor(x), ones(80), torch.arange(80), torch.tensor(80), ones(())
-    )
-    expected = scipy.stats.ttest_ind(x[:40], x[40:], equal_var=False).statistic
-    # 1e-12: the same sums.
-    assert (got.item(), degrees.item()) == pytest.approx((expected, 78), rel=1e-12)
-
-
-@pytest.mark.parametrize("phi", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("ramp", [0.0, 20.0])
-def test_memory_of_a_known_process_with_and_without_a_step(phi, ramp):
-    x = autoregressive(phi, 100, 2_000) + ramp * (torch.arange(2_000) < 700)
-    tau = short_memory(10 + x, torch.ones_like(x), torch.ones(2_000, dtype=torch.bool))
-    # 15 %: a step of 20 standard deviations adds 0.4 to the squared differences, of 0.2 at least.
-    slack = 0.1 if ramp == 0 else 0.6
-    assert tau.median().item() == pytest.approx((1 + phi) / (1 - phi), rel=slack)
-
-
 HISTORIES = pytest.mark.parametrize(
     ("decay", "n", "strength"),
     [(0.99, 688, 2.0), (0.99, 200, 16.0), (1.0, 400, 2.0), (1.0, 400, 16.0)],
@@ -146,17 +120,6 @@ def test_the_present_value_is_covered_while_it_grows(decay, n, strength, growth,
         assert got.age.max() < 40
         # Of six measurements, the fewest here, one in a hundred cannot bound the noise scale.
         assert got.resolved.double().mean() >= 0.98
-
-
-@pytest.mark.parametrize("since", [20, 150])
-def test_a_step_is_left_behind(since):
-    """A step that is not in the middle of any window, with both halves' spread made large by it."""
-    course = torch.where(torch.arange(200) < since, 1.0, 0.1).double()
-    got = present_ratio(*histories(course, 2.0), ones(200))
-    assert got.drifting.double().mean() >= 0.99
-    # The newest quarter of a window that ends at the step, or before it.
-    assert got.measurements.median() <= since / 2
-    assert covered(got, 128) >= 0.92
 
 
 def test_what_lies_where_there_is_no_measurement_does_not_matter():

@@ -42,18 +42,6 @@ def test_parts_agree_with_the_definition(counts, weighting):
     )
 
 
-@pytest.mark.parametrize("counts", [(3, 3), (2, 5)])
-def test_halves_are_a_special_case(counts):
-    torch.manual_seed(1)
-    g, n = torch.randn(2, 7, dtype=torch.float64), torch.tensor(counts).double()
-    halves = from_halves(g[0].dot(g[1]), (g[0] - g[1]).square().sum(), n_1=counts[0], n_2=counts[1])
-    mean = n @ g / n.sum()
-    parts = from_parts(g.square().sum(-1), mean.dot(mean), counts)
-    torch.testing.assert_close(halves[1], parts[1], rtol=1e-12, atol=0)
-    if counts == (3, 3):
-        torch.testing.assert_close(halves[0], parts[0], rtol=1e-12, atol=1e-14)
-
-
 def test_equal_parts_have_no_noise_and_one_part_says_nothing_of_it():
     same = torch.ones(4, 3, dtype=torch.float64)
     signal, noise = from_parts(same.square().sum(-1), same.mean(0).square().sum(), [1, 2, 3, 4])

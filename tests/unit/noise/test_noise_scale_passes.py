@@ -67,6 +67,14 @@ class Experts(nn.ModuleList):
         return self[int(x[0, 0] > 0)](x)
 
 
+def backwards_of(model, x, y, counts=(5, 5), factor=1.0):
+    """A step's backward passes, to be made."""
+    return [
+        lambda a=a, b=b: (losses(model, a, b).mean() * (factor / len(counts))).backward()
+        for a, b in zip(x.split([*counts]), y.split([*counts]), strict=True)
+    ]
+
+
 MODELS = {
     "plain": None,
     "preconditioned": None,
@@ -86,10 +94,7 @@ def test_micro_batches_are_found(kind):
         losses(model, x, y).mean().backward()
         optimizer.step()
         options = {"metric": "preconditioned", "optimizer": optimizer}
-    backwards = [
-        lambda a=a, b=b: (losses(model, a, b).mean() / 3).backward()
-        for a, b in zip(x.split(COUNTS), y.split(COUNTS), strict=True)
-    ]
+    backwards = backwards_of(model, x, y, COUNTS)
     contexts, *others = (measured(run, model, backwards, COUNTS, **options) for run in RUNS)
     assert torch.isfinite(contexts[:2]).all()
     assert all(torch.equal(other, contexts) for other in others)
@@ -106,21 +111,13 @@ def test_reentrant_checkpoints_belong_to_the_pass_around_them(head):
 
     model, x, y = make(model=Once)
     model.head.requires_grad_(head)
-    backwards = of_halves(model, x, y)
+    backwards = backwards_of(model, x, y)
     if head:
         contexts = measured(with_contexts, model, backwards, [5, 5])
         assert torch.equal(measured(alone, model, backwards, [5, 5]), contexts)
     else:
         with pytest.raises(InputError, match="use_reentrant"):
             measured(alone, model, backwards, [5, 5])
-
-
-def of_halves(model, x, y, factor=1.0):
-    """Backward passes of five samples each."""
-    return [
-        lambda a=a, b=b: (losses(model, a, b).mean() * (factor / 2)).backward()
-        for a, b in zip(x.split(5), y.split(5), strict=True)
-    ]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -135,14 +132,14 @@ def test_gradients_that_autograd_hands_out_are_no_micro_batch(run):
 
     pairs = zip(x.split(5), y.split(5), strict=True)
     asking = measured(run, model, [partial(asks, *pair) for pair in pairs], [5, 5])
-    assert torch.equal(asking, measured(run, model, of_halves(model, x, y), [5, 5]))
+    assert torch.equal(asking, measured(run, model, backwards_of(model, x, y), [5, 5]))
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_micro_batch_without_samples_is_no_part(run):
     model, x, y = make()
-    first, second = of_halves(model, x, y)
-    empty = of_halves(model, x, y, factor=0)[0]
+    first, second = backwards_of(model, x, y)
+    empty = backwards_of(model, x, y, factor=0)[0]
     plain = measured(run, model, [first, second], [5, 5])
     assert torch.equal(measured(run, model, [empty, first, second], [0, 5, 5]), plain)
     assert torch.equal(measured(run, model, [first, empty, second, empty], [5, 0, 5, 0]), plain)
