@@ -345,57 +345,52 @@ def test_only_the_first_good_recording_waits_for_the_device(monkeypatch):
 class Ahead(nn.Module):
     """A module whose first dimension is not the examples, or which is not called at all."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, code: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.how, self.place = how, nn.Embedding(5, WIDTH)
+        self.code, self.place = code, nn.Embedding(5, WIDTH)
         self.embed, self.mix = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        x = self.embed(rows)
-        if self.how == "positions":
-            x = x + self.place(torch.arange(rows.shape[1]))
-        if self.how == "bypassed":
-            return (x @ self.mix.weight.T).sum((1, 2))
-        if self.how == "also bypassed":
-            return (self.mix(x) + x @ self.embed.weight.T).sum((1, 2))
-        if self.how == "penalty":
-            return self.mix(x).sum((1, 2)) + 10 * self.mix.weight.square().sum()
-        if self.how == "one vector":
-            return self.mix(x.sum((0, 1))).sum().expand(len(rows))
-        if self.how == "sequence first":
-            return self.mix(x.transpose(0, 1)).sum((0, 2))
-        return self.mix(x).sum((1, 2))
+        return self.code(self, self.embed(rows))
+
+
+def plain(own: Ahead, x: Tensor) -> Tensor:
+    return own.mix(x).sum((1, 2))
+
+
+# What a model does, and the name of the layer or weight that is refused.
+ODD = {
+    "positions": (lambda own, x: plain(own, x + own.place(torch.arange(x.shape[1]))), "`place`"),
+    "sequence first": (lambda own, x: own.mix(x.transpose(0, 1)).sum((0, 2)), "`mix`"),
+    "one vector": (lambda own, x: own.mix(x.sum((0, 1))).sum().expand(len(x)), "`mix`"),
+    "bypassed": (lambda own, x: (x @ own.mix.weight.T).sum((1, 2)), r"`mix\.weight`"),
+    "also bypassed": (
+        lambda own, x: plain(own, x) + (x @ own.embed.weight.T).sum((1, 2)),
+        r"`embed\.weight`",
+    ),
+    "penalty": (
+        lambda own, x: plain(own, x) + 10 * own.mix.weight.square().sum(),
+        r"`mix\.weight`",
+    ),
+    "hooked": (plain, r"`mix\.weight`"),
+    "compiled": (plain, "_orig_mod"),
+}
 
 
 # torch warns itself while it traces a tensor that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        ("positions", "`place`"),
-        ("sequence first", "`mix`"),
-        ("one vector", "`mix`"),
-        ("bypassed", r"`mix\.weight`"),
-        ("also bypassed", r"`embed\.weight`"),
-        ("penalty", r"`mix\.weight`"),
-        ("hooked", r"`mix\.weight`"),
-        ("compiled", "_orig_mod"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(how: str, name: str):
-    model, batch = Ahead(how), rows_of(5)
-    plain = copy.deepcopy(model)
+@pytest.mark.parametrize("how", ODD)
+def test_what_cannot_be_measured_is_refused(how: str):
+    code, name = ODD[how]
+    model, batch = Ahead(code), rows_of(5)
     if how == "compiled":
         model.mix = torch.compile(model.mix, backend="eager")
     taps = ExampleNorms(model)
-    for m in (model, plain) if how == "hooked" else ():  # ahead of the tap
-        m.mix.register_forward_hook(lambda m, a, out: 3 * out, prepend=True)
+    if how == "hooked":  # ahead of the tap
+        model.mix.register_forward_hook(lambda m, a, out: 3 * out, prepend=True)
     for _ in range(2):  # the next recording is examined again, and adds to gradients
         with pytest.raises(InputError, match=name):
             measured(taps, model, batch)
-        loss_of(plain, batch).backward()
-    if how == "hooked":
-        assert_same(gradients(model), gradients(plain))
 
 
 class Scaled(nn.Linear):

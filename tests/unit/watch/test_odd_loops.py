@@ -188,6 +188,7 @@ def contrast(a, b):
 FUNCTIONS = {"output": lambda x: x / 0, "gradient": with_root}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("healthy", [0, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("call", [0, 1])

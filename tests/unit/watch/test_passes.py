@@ -160,6 +160,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mode", ["first", "later", "device"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("code", [in_place, row_in_place, lambda h: h / 0])
