@@ -13,7 +13,7 @@ from steadygrad.noise.intervals import (
     t_quantile,
 )
 from tests.reference.noise_scale import fieller_by_search
-from tests.unit.noise.test_equations import SCHEMES, batch_of, measure
+from tests.unit.noise.test_equations import SCHEMES, measure
 
 REPLICATES = 2_000
 
@@ -38,23 +38,22 @@ CASES = {
 }
 
 
+def fieller(a, b, v_aa, v_ab, v_bb):
+    a, b, q = torch.tensor([a, b, 1.96], dtype=torch.float64)
+    cov = torch.tensor([[v_aa, v_ab], [v_ab, v_bb]], dtype=torch.float64)
+    low, high = fieller_interval(a, b, cov, q)
+    return (low.item(), high.item()), cov
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_fieller_is_the_set_of_ratios_not_contradicted(case):
-    a, b, v_aa, v_ab, v_bb = CASES[case]
-    cov = torch.tensor([[v_aa, v_ab], [v_ab, v_bb]], dtype=torch.float64)
-    low, high = fieller_interval(
-        torch.tensor(a, dtype=torch.float64),
-        torch.tensor(b, dtype=torch.float64),
-        cov,
-        torch.tensor(1.96, dtype=torch.float64),
-    )
-    expected = fieller_by_search(a, b, cov, 1.96)
+    got, cov = fieller(*CASES[case])
+    expected = fieller_by_search(*CASES[case][:2], cov, 1.96)
     if math.isnan(expected[0]):
         # No positive ratio fits: nothing is claimed rather than an empty set.
-        assert (low.item(), high.item()) == (0.0, math.inf)
-        return
+        expected = (0.0, math.inf)
     # 2e-5: the spacing of the search's grid.
-    assert (low.item(), high.item()) == pytest.approx(expected, rel=2e-5)
+    assert got == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -64,54 +63,59 @@ def test_fieller_is_the_set_of_ratios_not_contradicted(case):
 )
 def test_no_noise_at_all_is_a_ratio_of_zero(bottom, v_bb, expected):
     """Every part's gradient is the same: the ratio is zero, and known to be as far as b > 0 is."""
-    cov = torch.tensor([[0.0, 0.0], [0.0, v_bb]], dtype=torch.float64)
-    a, b, q = torch.tensor([0.0, bottom, 1.96], dtype=torch.float64)
-    low, high = fieller_interval(a, b, cov, q)
-    assert (low.item(), high.item()) == expected
+    assert fieller(0.0, bottom, 0.0, 0.0, v_bb)[0] == expected
 
 
-def series(scheme, ratio, steps, seed):
+def replicates(scheme, ratio, steps, seed, **options):
+    """Intervals of many histories, and which of them hold the truth."""
     generator = torch.Generator().manual_seed(seed)
-    signal, noise = measure(scheme, ratio * batch_of(scheme), REPLICATES * steps, generator)
-    return noise.view(REPLICATES, steps), signal.view(REPLICATES, steps)
+    truth = ratio * sum(SCHEMES[scheme])
+    signal, noise = measure(scheme, truth, REPLICATES * steps, generator)
+    shape = (REPLICATES, steps)
+    got = ratio_of_averages(noise.view(shape), signal.view(shape), **options)
+    return got, covered(got, truth)
 
 
-def coverage(noise, signal, truth):
-    got = ratio_of_averages(noise, signal)
-    covered = (got.low <= truth) & (truth <= got.high)
-    unbounded = ~got.resolved
-    return covered.double().mean().item(), unbounded.double().mean().item()
+def covered(got, truth):
+    return ((got.low <= truth) & (truth <= got.high)).double().mean().item()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.5, 4, 16])
-def test_interval_covers_in_95_of_100(ratio, capsys):
-    """2,000 replicates of 100 steps. Three standard errors of a share of 95 % are 1.5 points."""
-    covered, unbounded = coverage(*series("equal", ratio, 100, seed=7), truth=ratio * 64)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ratio", "steps"),
+    [
+        # With the normal quantile in place of Student's, 88 % would be covered.
+        ("equal", 0.5, 5),
+        ("equal", 4, 5),
+        *(pytest.param("equal", ratio, 100, marks=SLOW) for ratio in (0.5, 4, 16)),
+        *(pytest.param(scheme, 4, 60, marks=SLOW) for scheme in SCHEMES if scheme != "equal"),
+        pytest.param("equal", 64, 50, marks=SLOW),
+    ],
+)
+def test_interval_covers_in_95_of_100(scheme, ratio, steps, capsys):
+    """Three standard errors of a share of 95 % are 1.5 points."""
+    got, share = replicates(scheme, ratio, steps, seed=7)
+    unbounded = (~got.resolved).double().mean().item()
     with capsys.disabled():
-        print(f" [noise scale / batch {ratio}: covered {covered:.2%}, unbounded {unbounded:.2%}] ")
-    assert 0.93 <= covered <= 0.97
-
-
-@pytest.mark.parametrize("ratio", [0.5, 4])
-def test_few_measurements_cover_as_well(ratio):
-    """Five steps: with the normal quantile in place of Student's, 88 % would be covered."""
-    covered, _ = coverage(*series("equal", ratio, 5, seed=2), truth=ratio * 64)
-    assert 0.93 <= covered <= 0.97
+        print(f" [noise scale / batch {ratio}: covered {share:.2%}, unbounded {unbounded:.2%}] ")
+    assert 0.93 <= share <= 0.97
+    assert ratio < 64 or unbounded > 0.5  # hopeless data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "equal"])
-def test_every_source_covers(scheme):
-    covered, _ = coverage(*series(scheme, 4, 60, seed=3), truth=4 * batch_of(scheme))
-    assert 0.93 <= covered <= 0.97
+def test_decaying_weights_cover():
+    weights = 0.97 ** torch.arange(200, dtype=torch.float64)
+    got, share = replicates("equal", 1, 200, seed=11, weights=weights)
+    assert 0.93 <= share <= 0.97
+    assert got.effective.median().item() == pytest.approx((1 + 0.97) / (1 - 0.97), rel=0.05)
 
 
 @pytest.mark.slow
-def test_hopeless_data_are_mostly_unbounded_and_still_covered():
-    covered, unbounded = coverage(*series("equal", 64, 50, seed=5), truth=64 * 64)
-    assert unbounded > 0.5
-    assert 0.93 <= covered <= 0.97
+def test_level_is_the_coverage():
+    # Three standard errors of a share of 80 % in 2,000 are 2.7 points.
+    assert replicates("equal", 1, 60, seed=13, level=0.8)[1] == pytest.approx(0.8, abs=0.027)
 
 
 def autoregressive(phi, replicates, steps, seed=0):
@@ -147,41 +151,18 @@ def test_interval_knows_of_autocorrelation(phi, least, capsys):
     """Autocorrelated measurements: without the effective number, coverage would be far lower."""
     x = autoregressive(phi, REPLICATES, 300)
     noise, signal = 10 + x, 2 + 0.2 * autoregressive(phi, REPLICATES, 300, seed=1)
-    covered, _ = coverage(noise, signal, truth=5.0)
+    share = covered(ratio_of_averages(noise, signal), 5.0)
     with capsys.disabled():
-        print(f" [autocorrelation {phi}: covered {covered:.2%}] ")
+        print(f" [autocorrelation {phi}: covered {share:.2%}] ")
     # Short series of slow processes cannot know their own slowness fully: hence `least`.
-    assert least <= covered <= 0.97
-
-
-@pytest.mark.slow
-def test_decaying_weights_cover():
-    noise, signal = series("equal", 1, 200, seed=11)
-    weights = 0.97 ** torch.arange(200, dtype=torch.float64)
-    got = ratio_of_averages(noise, signal, weights)
-    share = ((got.low <= 64) & (got.high >= 64)).double().mean().item()
-    assert 0.93 <= share <= 0.97
-    assert got.effective.median().item() == pytest.approx((1 + 0.97) / (1 - 0.97), rel=0.05)
-
-
-def test_ratio_of_averages_not_average_of_ratios():
-    noise = torch.tensor([1.0, 5.0], dtype=torch.float64)
-    signal = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    assert ratio_of_averages(noise, signal).value.item() == pytest.approx(4.0)
+    assert least <= share <= 0.97
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_too_few_measurements_say_nothing(n):
-    ones = torch.ones(max(n, 1), dtype=torch.float64)
-    got = ratio_of_averages(ones, ones, torch.ones(max(n, 1)).double() * (n > 0))
+    top, bottom = torch.tensor([[1.0, 5.0], [1.0, 0.5]], dtype=torch.float64)
+    got = ratio_of_averages(top, bottom, (torch.arange(2) < n).double())
     assert (got.low.item(), got.high.item(), got.resolved.item()) == (0.0, math.inf, False)
-    assert math.isnan(got.value.item()) == (n == 0)
-
-
-@pytest.mark.slow
-def test_level_is_the_coverage():
-    noise, signal = series("equal", 1, 60, seed=13)
-    got = ratio_of_averages(noise, signal, level=0.8)
-    share = ((got.low <= 64) & (got.high >= 64)).double().mean().item()
-    # Three standard errors of a share of 80 % in 2,000 are 2.7 points.
-    assert share == pytest.approx(0.8, abs=0.027)
+    # The ratio of averages, and not the average of ratios.
+    expected = [math.nan, 1.0, 4.0][n]
+    assert got.value.item() == pytest.approx(expected, rel=1e-12, nan_ok=True)

@@ -1,105 +1,185 @@
-"""Taps against a loop that runs the model on one example at a time."""
+"""Taps against a loop that runs the model on one example at a time, and what they refuse."""
 
 import copy
+import io
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from steadygrad._checks import InputError
 from steadygrad.noise import per_example
 from steadygrad.noise.per_example import ExampleNorms
-from tests.unit.noise import example_models as ex
 
-pytestmark = pytest.mark.usefixtures("double")
+# float64 throughout unless a test says otherwise; sums have at most some thousand terms.
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+BATCH, WIDTH, ROWS = 4, 6, 7
+# T (K + L) against K L: at 2 positions Gram matrices are cheaper, at 14 the gradients themselves.
+POSITIONS = [2, 14]
+
+Norms = dict[str, Tensor]
 
 
-@pytest.mark.parametrize("positions", ex.POSITIONS)
+@pytest.fixture(autouse=True)
+def _double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Tiny(nn.Module):
+    """Every supported kind of layer; ``tie``, ``reuse`` and ``mode`` bend it."""
+
+    def __init__(self, tie: bool = False, reuse: int = 1, mode: str = "") -> None:
+        super().__init__()
+        self.reuse, self.mode = reuse, mode
+        self.embed = nn.Embedding(ROWS, WIDTH, padding_idx=0)
+        self.place = nn.Embedding(20, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.rms = nn.RMSNorm(WIDTH)
+        self.conv = nn.Conv1d(WIDTH, 4, 3, padding=1)
+        self.image = nn.Conv2d(1, 2, 2, bias=False)
+        self.head = nn.Linear(WIDTH, ROWS)
+        self.small = nn.Linear(2, 1)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def block(self, x: Tensor) -> Tensor:
+        x = x + F.relu(self.mix(input=self.norm(x)), inplace=True)
+        x[:, 0].mul_(3)
+        return x.add_(1).chunk(1)[0] * 0.5
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.embed(rows) + self.place(torch.arange(rows.shape[1]).expand(rows.shape))
+        for _ in range(self.reuse):
+            if self.mode:
+                x = checkpoint(self.block, x, use_reentrant=self.mode == "reentrant")
+            else:
+                x = self.block(x)
+        waves = self.conv(self.rms(x).transpose(1, 2)).relu_()
+        dots = self.image(waves.unsqueeze(1)).mean((2, 3))
+        return self.head(x).flatten(1).sum(1).tanh() + self.small(dots).squeeze(1)
+
+
+def rows_of(positions: int, batch: int = BATCH) -> Tensor:
+    return torch.randint(0, ROWS, (batch, positions))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum() / BATCH
+
+
+def looped(model: nn.Module, batch: Tensor) -> Norms:
+    """Reference: each example alone, through an untapped copy."""
+    model, sums = copy.deepcopy(model), {}
+    for i in range(len(batch)):
+        model.zero_grad()
+        loss_of(model, batch[i : i + 1]).backward()
+        for name, gradient in gradients(model).items():
+            sums[name] = sums.get(name, 0) + gradient.square().sum()
+    return sums
+
+
+def measured(
+    taps: ExampleNorms, model: nn.Module, batch: Tensor, loss: Callable[..., Tensor] = loss_of
+) -> Norms:
+    value = loss(model, batch)
+    with taps.recording(len(batch)) as found:
+        value.backward()
+    return found
+
+
+def gradients(model: nn.Module) -> Norms:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: Norms, expected: Norms, **tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name],
+            value,
+            **(tolerance or TIGHT),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def assert_measures(model: nn.Module, batch: Tensor) -> None:
+    """Norms equal the loop's, and training sees the gradients that it would see untapped."""
+    expected, plain = looped(model, batch), copy.deepcopy(model)
+    loss_of(plain, batch).backward()
+    taps = ExampleNorms(model)
+    # The first pass is audited, the second is not.
+    for _ in range(2):
+        model.zero_grad()
+        assert_same(measured(taps, model, batch), expected)
+        assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("reuse", [1, 3])
 @pytest.mark.parametrize("tie", [False, True])
 def test_equals_the_loop(positions: int, mode: str, reuse: int, tie: bool):
-    ex.assert_measures(ex.Tiny(tie, reuse, mode), ex.rows_of(positions))
+    model = Tiny(tie, reuse, mode)
+    assert ExampleNorms(copy.deepcopy(model)).parameter_names == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert_measures(model, rows_of(positions))
 
 
-def test_names_are_the_models_own():
-    model = ex.Tiny(tie=True)
-    assert ExampleNorms(model).parameter_names == [n for n, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("positions", ex.POSITIONS)
 @pytest.mark.parametrize("frozen", ["mix.weight", "mix.bias", "norm.weight", "conv.weight"])
-def test_frozen_parameters_are_left_out(positions: int, frozen: str):
-    model = ex.Tiny()
+def test_frozen_parameters_are_left_out(frozen: str):
+    model, batch = Tiny(), rows_of(14)
+    early = ExampleNorms(model)
     model.get_parameter(frozen).requires_grad_(False)
+    # Also where it is frozen after the taps were set.
+    assert_same(measured(early, model, batch), looped(model, batch))
     assert frozen not in ExampleNorms(model).parameter_names
-    ex.assert_measures(model, ex.rows_of(positions))
-
-
-@pytest.mark.parametrize("positions", ex.POSITIONS)
-def test_frozen_or_freed_after_the_taps_were_set(positions: int):
-    model, batch = ex.Tiny(), ex.rows_of(positions)
-    taps = ExampleNorms(model)
-    for parameter in (model.mix.weight, model.head.bias, model.norm.weight):
-        parameter.requires_grad_(False)
-    ex.assert_same(ex.measured(taps, model, batch), ex.looped(model, batch))
-
-
-def test_a_loss_scale_enters_squared():
-    model, batch = ex.Tiny(), ex.rows_of(5)
-    expected = {name: 64 * value for name, value in ex.looped(model, batch).items()}
-    found = ex.measured(ExampleNorms(model), model, batch, lambda m, b: 8 * ex.loss_of(m, b))
-    ex.assert_same(found, expected)
-
-
-def test_backward_outside_a_recording_is_not_measured():
-    model, batch = ex.Tiny(), ex.rows_of(14)
-    taps, plain = ExampleNorms(model), copy.deepcopy(model)
-    for m in (model, plain):
-        ex.loss_of(m, batch).backward()
-    ex.assert_same(ex.gradients(model), ex.gradients(plain))
-    # The calls that it made are forgotten: nothing is held as if the layers were reused.
-    expected = ex.looped(model, batch)
-    model.zero_grad()
-    ex.assert_same(ex.measured(taps, model, batch), expected)
+    assert_measures(model, batch)
 
 
 def test_forward_passes_ahead_of_backward_passes():
-    """Pipelined micro-batches: two forward passes, then two recordings."""
-    model, batches = ex.Tiny(tie=True, reuse=2), [ex.rows_of(14), ex.rows_of(14)]
+    """Pipelined micro-batches: two forward passes, then two recordings; one that is not measured.
+
+    The calls that the latter made are forgotten: nothing is held as if the layers were reused.
+    """
+    model, batches = Tiny(tie=True, reuse=2), [rows_of(14), rows_of(14)]
     taps = ExampleNorms(model)
-    values = [ex.loss_of(model, batch) for batch in batches]
+    loss_of(model, batches[0]).backward()
+    values = [loss_of(model, batch) for batch in batches]
     for value, batch in zip(values, batches, strict=True):
-        expected = ex.looped(model, batch)
-        with taps.recording(ex.BATCH) as found:
+        expected = looped(model, batch)
+        with taps.recording(BATCH) as found:
             value.backward()
-        ex.assert_same(found, expected)
+        assert_same(found, expected)
 
 
-def test_two_losses_of_the_same_examples_in_one_recording():
-    model, batch = ex.Tiny(), ex.rows_of(5)
-    taps, expected = ExampleNorms(model), ex.looped(model, batch)
-    with taps.recording(ex.BATCH) as found:
-        first, second = ex.loss_of(model, batch), ex.loss_of(model, batch)
-        first.backward()
-        second.backward()
-    # Each example's gradient is twice as long.
-    ex.assert_same(found, {name: 4 * value for name, value in expected.items()})
+@pytest.mark.parametrize("forward_first", [True, False])
+def test_two_losses_of_the_same_examples_in_one_recording(forward_first: bool):
+    model, batch = Tiny(), rows_of(5)
+    taps, expected = ExampleNorms(model), looped(model, batch)
 
-
-def test_a_second_use_after_the_norm_was_taken_is_refused_once():
-    model, batch = ex.Tiny(), ex.rows_of(5)
-    taps, expected = ExampleNorms(model), ex.looped(model, batch)
-
-    def twice() -> ex.Norms:
-        with taps.recording(ex.BATCH) as found:
-            ex.loss_of(model, batch).backward()
-            ex.loss_of(model, batch).backward()
+    def twice() -> Norms:
+        with taps.recording(BATCH) as found:
+            first = loss_of(model, batch)
+            second = loss_of(model, batch) if forward_first else None
+            first.backward()
+            (loss_of(model, batch) if second is None else second).backward()
         return found
 
-    with pytest.raises(RuntimeError, match=r"`small`.*Remedy: add the losses"):
-        twice()
-    ex.assert_same(twice(), {name: 4 * value for name, value in expected.items()})
+    if not forward_first:
+        # A second use after the norm was taken: refused once.
+        with pytest.raises(RuntimeError, match="`small`"):
+            twice()
+    # Each example's gradient is twice as long.
+    assert_same(twice(), {name: 4 * value for name, value in expected.items()})
 
 
 # torch warns of a checkpoint that has nothing to differentiate.
@@ -107,30 +187,31 @@ def test_a_second_use_after_the_norm_was_taken_is_refused_once():
 @pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
 def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
     """Neither recomputation, nor passes that nobody measured, make a layer look reused."""
-    model, batch = ex.Tiny(mode=mode), ex.rows_of(5)
+    model, batch = Tiny(mode=mode), rows_of(5)
     taps, held, add = ExampleNorms(model), set(), per_example._add
+    expected = looped(model, batch)
 
-    def spy(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    def spy(sums: Norms, name: str, value: Tensor) -> None:
         if sums is taps._held and value.dim() > 2:
             held.add(name)
         add(sums, name, value)
 
     monkeypatch.setattr(per_example, "_add", spy)
     for _ in range(2):
-        ex.loss_of(model, batch).backward()
-        ex.measured(taps, model, batch)
+        loss_of(model, batch).backward()
+        assert_same(measured(taps, model, batch), expected)
         model.eval()
-        with torch.no_grad():
-            model(batch)
+        with torch.no_grad(), torch.inference_mode():
+            assert not model(batch).requires_grad
         model.train()
     assert held == set()
     with torch.no_grad():
-        model.head(torch.zeros(ex.BATCH, 1, ex.WIDTH))
-    ex.measured(taps, model, batch)
+        model.head(torch.zeros(BATCH, 1, WIDTH))
+    measured(taps, model, batch)
     # A call without gradients may be checkpointing's: it counts, for one recording.
     assert held == {"head.weight"}
     held.clear()
-    ex.measured(taps, model, batch)
+    measured(taps, model, batch)
     assert held == set()
 
 
@@ -138,52 +219,230 @@ def test_what_is_compared_is_one_gradient_not_one_for_each_example(monkeypatch):
     """Where the norms need no gradient: of an embedding of a whole vocabulary it would be huge."""
     model, sizes, bmm = nn.Linear(40, 40), [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *x: sizes.append(bmm(*x).numel()) or bmm(*x))
-    ex.measured(ExampleNorms(model), model, torch.randn(ex.BATCH, 2, 40))
+    measured(ExampleNorms(model), model, torch.randn(BATCH, 2, 40))
     assert max(sizes) == 40 * 40
 
 
-def test_evaluation_between_steps_changes_nothing():
-    model, batch = ex.Tiny(), ex.rows_of(5)
-    taps, expected = ExampleNorms(model), ex.looped(model, batch)
-    with torch.no_grad():
-        assert not model(batch).requires_grad
-    ex.assert_same(ex.measured(taps, model, batch), expected)
-    model.eval()
-    with torch.inference_mode():
-        model(batch)
-    ex.assert_same(ex.measured(taps, model, batch), expected)
-
-
 def test_empty_batch():
-    model = ex.Tiny()
+    model = Tiny()
     taps = ExampleNorms(model)
-    found = ex.measured(taps, model, ex.rows_of(14, batch=0))
+    found = measured(taps, model, rows_of(14, batch=0))
     assert found.keys() == set(taps.parameter_names)
     assert all(value == 0 for value in found.values())
 
 
-@pytest.fixture
-def _one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+# Among autograd's other features
 
 
-@pytest.mark.usefixtures("_one_process")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp-checkpoint"])
-def test_wrapped_models(kind: str):
-    model, batch = ex.Tiny(mode="non-reentrant" if "checkpoint" in kind else ""), ex.rows_of(14)
-    expected = ex.looped(model, batch)
-    if kind == "ddp":
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
-        expected = {f"module.{name}": value for name, value in expected.items()}
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("around", ["both", "backward"])
+def test_autocast(dtype: torch.dtype, around: str):
+    """Inputs and output gradients differ in dtype; backward may run inside autocast as well."""
+    torch.set_default_dtype(torch.float32)
+    layers = [nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
+    # Between layers autocast would round gradients itself.
+    model = nn.Sequential(*(layers if around == "both" else layers[2:]))
+    batch = torch.randn(BATCH, 40, 16)
+    expected, taps = looped(model, batch), ExampleNorms(model)
+    with torch.autocast("cpu", dtype, enabled=around == "both"):
+        value = loss_of(model, batch)
+    with torch.autocast("cpu", dtype), taps.recording(BATCH) as found:
+        value.backward()
+    assert all(value.dtype == torch.float32 for value in found.values())
+    # bfloat16 keeps 8 bits, 2**-8 a rounding, some of them in a row; float32 sums 640 terms.
+    assert_same(found, expected, rtol=0.05 if around == "both" else 1e-5, atol=0)
 
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model.mix, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
-    taps = ExampleNorms(wrapped)
-    for _ in range(2):
-        ex.assert_same(ex.measured(taps, wrapped, batch), expected)
+
+def test_inputs_saved_through_hooks():
+    """Activation offloading sees the taps' inputs; nothing else keeps them."""
+    model, batch = Tiny(), rows_of(14)
+    taps, expected, packed = ExampleNorms(model), looped(model, batch), []
+
+    def pack(x: Tensor) -> tuple[Tensor]:
+        packed.append(x)
+        return (x.clone(),)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0]):
+        value = loss_of(model, batch)
+    with taps.recording(BATCH) as found:
+        value.backward()
+    assert_same(found, expected)
+    assert any(x is batch for x in packed)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_measured_gradients_can_be_differentiated(positions: int):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
+    plain, batch = copy.deepcopy(model), torch.randn(BATCH, positions, 6)
+    expected, taps = looped(model, batch), ExampleNorms(model)
+    for m in (model, plain):
+        with taps.recording(BATCH) as found:
+            grads = torch.autograd.grad(loss_of(m, batch), m.parameters(), create_graph=True)
+        if m is model:
+            assert_same(found, expected)
+        torch.stack([slope.square().sum() for slope in grads]).sum().backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_other_hooks_on_the_layer():
+    """Hooks that change the output, set before or after, keep their part of the graph."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    factor = torch.tensor(3.0, requires_grad=True)
+    model[0].register_forward_hook(lambda m, a, out: out * factor)
+    model[1].register_full_backward_hook(lambda m, gi, go: (2 * gi[0],))
+    assert_measures(model, torch.randn(BATCH, 14, 6))
+
+
+def test_copies_and_saved_models_carry_no_taps():
+    model, batch = Tiny(), rows_of(14)
+    taps = ExampleNorms(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    clone = copy.deepcopy(model)
+    with taps.recording(BATCH) as found:
+        loss_of(clone, batch).backward()
+    assert found == {}
+    assert clone(batch).grad_fn is not None
+    assert b"ExampleNorms" not in buffer.getvalue()
+
+
+def test_function_transforms_pass_through_the_taps():
+    model, batch = nn.Sequential(nn.Linear(6, 5)), torch.randn(BATCH, 14, 6)
+    ExampleNorms(model)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: Norms, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum() / BATCH
+
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch)
+    assert_same({name: g.square().sum() for name, g in grads.items()}, looped(model, batch))
+
+
+def test_switched_off():
+    model, batch = Tiny(), rows_of(14)
+    taps = ExampleNorms(model)
+    taps.enabled = False
+    assert measured(taps, model, batch) == {}
+    assert model.mix(torch.zeros(1, 14, WIDTH)).grad_fn.name() != "_TappedOutputBackward"
+
+
+# What cannot be measured
+
+
+def test_only_the_first_good_recording_waits_for_the_device(monkeypatch):
+    """An overflowed pass does not count as one."""
+    model, batch = Tiny(), rows_of(5)
+    taps, reads, read = ExampleNorms(model), [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(1) or read(x))
+    counts = []
+    for factor in (float("inf"), 1.0, 1.0):
+        model.zero_grad()
+        measured(taps, model, batch, lambda m, b, c=factor: loss_of(m, b) * c)
+        counts.append(len(reads))
+    assert counts == [1, 2, 2]
+
+
+class Ahead(nn.Module):
+    """A module whose first dimension is not the examples, or which is not called at all."""
+
+    def __init__(self, code: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.code, self.place = code, nn.Embedding(5, WIDTH)
+        self.embed, self.mix = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.code(self, self.embed(rows))
+
+
+def plain(own: Ahead, x: Tensor) -> Tensor:
+    return own.mix(x).sum((1, 2))
+
+
+# What a model does, and the name of the layer or weight that is refused.
+ODD = {
+    "positions": (lambda own, x: plain(own, x + own.place(torch.arange(x.shape[1]))), "`place`"),
+    "sequence first": (lambda own, x: own.mix(x.transpose(0, 1)).sum((0, 2)), "`mix`"),
+    "one vector": (lambda own, x: own.mix(x.sum((0, 1))).sum().expand(len(x)), "`mix`"),
+    "bypassed": (lambda own, x: (x @ own.mix.weight.T).sum((1, 2)), r"`mix\.weight`"),
+    "also bypassed": (
+        lambda own, x: plain(own, x) + (x @ own.embed.weight.T).sum((1, 2)),
+        r"`embed\.weight`",
+    ),
+    "penalty": (
+        lambda own, x: plain(own, x) + 10 * own.mix.weight.square().sum(),
+        r"`mix\.weight`",
+    ),
+    "hooked": (plain, r"`mix\.weight`"),
+    "compiled": (plain, "_orig_mod"),
+}
+
+
+# torch warns itself while it traces a tensor that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("how", ODD)
+def test_what_cannot_be_measured_is_refused(how: str):
+    code, name = ODD[how]
+    model, batch = Ahead(code), rows_of(5)
+    if how == "compiled":
+        model.mix = torch.compile(model.mix, backend="eager")
+    taps = ExampleNorms(model)
+    if how == "hooked":  # ahead of the tap
+        model.mix.register_forward_hook(lambda m, a, out: 3 * out, prepend=True)
+    for _ in range(2):  # the next recording is examined again, and adds to gradients
+        with pytest.raises(InputError, match=name):
+            measured(taps, model, batch)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Extended(nn.Linear):
+    """Computes what nn.Linear computes, and holds a parameter that somebody else uses."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__(wide, narrow)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(3))
+        self.mix = nn.Linear(2, 2)
+
+
+def attention_with_frozen_projection() -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2)
+    attention.in_proj_weight.requires_grad_(False)
+    attention.in_proj_bias.requires_grad_(False)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("layer", "parameter", "where"),
+    [
+        (nn.MultiheadAttention(4, 2), "in_proj_weight", "1"),
+        (attention_with_frozen_projection(), "weight", "1.out_proj"),
+        (nn.LSTM(4, 4), "weight_ih_l0", "1"),
+        (nn.Conv3d(1, 1, 1), "weight", "1"),
+        (nn.Embedding(3, 4, scale_grad_by_freq=True), "weight", "1"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "original0", "1.para.*"),
+        (Scaled(4, 4), "weight", "1"),
+        (Extended(4, 4), "gain", "1"),
+        (Root(), "place", "1"),
+    ],
+)
+def test_unsupported_layers_are_refused_by_name(layer: nn.Module, parameter: str, where: str):
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with pytest.raises(InputError, match=f"`{parameter}` in layer `{where}`"):
+        ExampleNorms(model)
+    assert all(not m._forward_hooks for m in model.modules())
+    layer.requires_grad_(False)
+    assert ExampleNorms(model).parameter_names == ["0.weight", "0.bias"]
+
+
+def test_a_parameter_of_the_model_itself_is_refused():
+    with pytest.raises(InputError, match="`place`"):
+        ExampleNorms(Root())

@@ -6,6 +6,14 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from steadygrad.noise import NoiseScale
+from tests.unit.noise.training_loop import (
+    COUNTS,
+    assert_defined,
+    left_out,
+    make,
+    measure,
+    per_sample,
+)
 
 GROUP, PROMPTS, PARTS, STEPS = 4, 16, 4, 1500
 
@@ -41,11 +49,11 @@ def true_noise_scale(policy, batch):
     """In prompts, from every group's own gradient."""
     names = {name: p.detach() for name, p in policy.named_parameters()}
 
-    def loss(weights, x, actions, advantages):
+    def loss(weights, *sample):
         def call(inputs):
             return functional_call(policy, weights, (inputs,))
 
-        return loss_of(call, x[None], actions[None], advantages[None])
+        return loss_of(call, *(part[None] for part in sample))
 
     parts = vmap(grad(loss), in_dims=(None, 0, 0, 0))(names, *batch)
     gradients = torch.cat([part.flatten(1) for part in parts.values()], 1)
@@ -65,25 +73,29 @@ def measured(policy, right, cut):
     return noise.estimate()
 
 
+def whole(part, *batch):
+    return [each[part::PARTS] for each in batch]
+
+
+def apart(part, x, actions, advantages):
+    """One rollout of every prompt: parts share their prompts, and hide what these differ in."""
+    return x.clone(), actions[:, [part]], advantages[:, [part]]
+
+
+def whitened(part, x, actions, advantages):
+    """Normalised over the whole batch: samples depend on one another, and it shows little."""
+    return whole(part, x, actions, (advantages - advantages.mean()) / advantages.std())
+
+
 @pytest.mark.slow
 def test_groups_of_rollouts_are_samples_while_they_stay_together():
     policy, right = make_policy()
     truth = true_noise_scale(policy, rollouts(policy, right, 20_000))
-    whole = measured(policy, right, lambda i, *batch: [part[i::PARTS] for part in batch])
-    assert float(whole.low) < truth < float(whole.high)
-    assert float(whole.high) < 1.2 * truth
-    # One rollout of every prompt in each micro-batch: parts that share their prompts hide what
-    # prompts differ in, and the group's mean ties them together.
-    apart = measured(policy, right, lambda i, x, a, r: (x.clone(), a[:, [i]], r[:, [i]]))
-    assert float(apart.high) < truth / 5
-    # Normalised over the whole batch, samples depend on one another a little, and it shows little.
+    got = measured(policy, right, whole)
+    assert float(got.low) < truth < float(got.high) < 1.2 * truth
+    assert float(measured(policy, right, apart).high) < truth / 5
     white = measured(policy, right, whitened)
     assert float(white.low) < truth < float(white.high)
-
-
-def whitened(part, x, actions, advantages):
-    advantages = (advantages - advantages.mean()) / advantages.std()
-    return [each[part::PARTS] for each in (x, actions, advantages)]
 
 
 class LoRA(nn.Module):
@@ -92,30 +104,22 @@ class LoRA(nn.Module):
         self.base = base.requires_grad_(False)
         self.lora_A = nn.Parameter(torch.randn(2, base.in_features))
         self.lora_B = nn.Parameter(torch.randn(base.out_features, 2))
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
         return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
 
 
 def test_adapters_are_measured_and_frozen_weights_are_not():
-    torch.manual_seed(0)
-    model = nn.Sequential(LoRA(nn.Linear(6, 5)), nn.Tanh(), LoRA(nn.Linear(5, 1))).double()
-    noise = NoiseScale(model, samples=3, groups=lambda name: name.rpartition(".")[2])
-    x = torch.randn(4, 3, 6, dtype=torch.float64)
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    gradients = []
-    for part in x:
-        loss = model(part).square().mean()
-        parts = torch.autograd.grad(loss, adapters, retain_graph=True)
-        gradients.append(torch.cat([g.flatten() for g in parts]))
-        (loss / 4).backward()
-    noise.step()
-    stacked = torch.stack(gradients)
-    trace = 3 * stacked.var(0).sum()
-    signal = stacked.mean(0).square().sum() - trace / 12
-    estimate = noise.estimate()
-    assert len(adapters) == 4
-    assert set(estimate.by_group) == {"lora_A", "lora_B"}
-    assert float(estimate.noise_trace) == pytest.approx(float(trace), rel=1e-10)
-    assert float(estimate.grad_sq_norm) == pytest.approx(float(signal), rel=1e-10)
-    assert int(noise.altered) == 0
+    """By groups, which add up to the whole; an unused parameter counts as nothing."""
+    layers = LoRA(nn.Linear(3, 4)), nn.Tanh(), LoRA(nn.Linear(4, 2))
+    model, x, y = make(model=lambda: nn.Sequential(*layers))
+    noise = NoiseScale(model, groups=lambda name: name.rpartition(".")[2])
+    measure(noise, model, x, y)
+    whole = noise.estimate()
+    assert set(whole.by_group) == {"lora_A", "lora_B", "unused"}
+    assert whole.by_group.pop("unused").noise_trace == 0
+    for group, estimate in [("lora", whole), *whole.by_group.items()]:
+        rows = per_sample(model, x, y, wanted=lambda name, group=group: group in name)
+        assert_defined(estimate, rows, COUNTS, rel=1e-10)
+    assert left_out(noise) == (0, 0)

@@ -1,7 +1,13 @@
-"""A small model, one training step around a `NoiseScale`, and gradients of single samples."""
+"""A small model, training steps around a `NoiseScale`, and gradients of single samples."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.reference import noise_scale as reference
 
 COUNTS = [2, 5, 3]
 
@@ -10,9 +16,29 @@ COUNTS = [2, 5, 3]
 EXACT = 1e-9
 
 
-def make(seed=0, dtype=torch.float64):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
+class Shared(nn.Module):
+    """A layer that is used twice and shares its weight, without a checkpoint or each in its own."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.twice, self.tied, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.tied.weight = self.twice.weight
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for layer in (self.twice, self.twice, self.tied):
+            if self.reentrant is None:
+                x = layer(x).tanh()
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+        return self.head(x)
+
+
+def make(dtype=torch.float64, model=None):
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers) if model is None else model()
     data = torch.randn(sum(COUNTS), 3), torch.randn(sum(COUNTS), 2)
     return model.to(dtype), *(x.to(dtype) for x in data)
 
@@ -21,11 +47,11 @@ def losses(model, x, y):
     return (model(x) - y).square().sum(-1)
 
 
-def per_sample(model, x, y, wanted=None):
+def per_sample(model, x, y, wanted=lambda name: True):
     """Every sample's gradient as a row."""
+    chosen = [p for name, p in model.named_parameters() if wanted(name)]
     rows = []
     for i in range(len(x)):
-        chosen = [p for n, p in model.named_parameters() if wanted is None or wanted(n)]
         grads = torch.autograd.grad(losses(model, x[i : i + 1], y[i : i + 1]).sum(), chosen)
         rows.append(torch.cat([g.flatten() for g in grads]))
     return torch.stack(rows).detach()
@@ -33,6 +59,14 @@ def per_sample(model, x, y, wanted=None):
 
 def micro_weight(accumulation, n, counts):
     return {"mean": 1 / len(counts), "sum": 1.0, "samples": n / sum(counts)}[accumulation]
+
+
+def accumulate(model, x, y, noise=None, *, counts=(5, 5), factor=1.0):
+    """A step's backward passes, each in a context of `noise` if that is given."""
+    for a, b in zip(x.split([*counts]), y.split([*counts]), strict=True):
+        loss = losses(model, a, b).mean() * (factor / len(counts))
+        with noise.microbatch(len(a)) if noise else nullcontext():
+            loss.backward()
 
 
 def measure(noise, model, x, y, counts=COUNTS, *, accumulation="mean", scale=1.0, weights=None):
@@ -53,9 +87,26 @@ def last(noise):
     return [got.grad_sq_norm.item(), got.noise_trace.item()]
 
 
-def synthetic(noise_scale, dim=64, seed=0):
+def assert_defined(estimate, rows, counts, weights=None, rel=EXACT):
+    """Signal and noise are those of the definition, from single samples' gradients."""
+    expected = reference.signal_and_noise(rows, counts, weights or [1.0] * len(counts))
+    got = [estimate.grad_sq_norm.item(), estimate.noise_trace.item()]
+    assert got == pytest.approx(expected, rel=rel)
+
+
+def found(noise):
+    """Every kept measurement, to the bit."""
+    return noise.state_dict()["ring"]
+
+
+def left_out(noise):
+    """Numbers of steps left out, and of altered ones among them."""
+    return noise.skipped.item(), noise.altered.item()
+
+
+def synthetic(noise_scale, dim=64):
     """A model whose per-sample gradient is N(G, Σ) with |G| = 1 and tr(Σ) = noise_scale."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     g = torch.randn(dim, generator=generator, dtype=torch.float64)
     g /= g.norm()
     model = nn.Linear(dim, 1, bias=False).double()

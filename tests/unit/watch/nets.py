@@ -1,4 +1,4 @@
-"""Three small nets with a place for a fault, and the faults that are planted there.
+"""Three small nets with a place for a fault, the faults that are planted there, and their report.
 
 Each fault says who is to blame, by its kind and by a name in which ``{}`` is the block around it.
 """
@@ -8,6 +8,8 @@ from collections import OrderedDict
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from steadygrad.watch import GradientWatch
 
 WIDTH = 8
 
@@ -107,13 +109,6 @@ def data(seed=0):
     return x, y
 
 
-class Times(nn.Module):
-    """Multiplies, and overflows."""
-
-    def forward(self, x):
-        return x * 1e30 * 1e30
-
-
 class Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -145,6 +140,29 @@ class Module(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+class Parts(nn.Module):
+    """Modules by name, and code of its own that calls them: ``code(self, *inputs)``."""
+
+    def __init__(self, code, **modules):
+        super().__init__()
+        self.code = code
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs):
+        return self.code(self, *inputs)
+
+
+def root_of_zero(x):
+    """Zeros, whose gradient is not finite."""
+    return (x * 0).abs().sqrt()
+
+
+def with_root(x):
+    """The same values, whose gradient is not finite."""
+    return x + root_of_zero(x)
 
 
 def first_zero(x):
@@ -185,6 +203,27 @@ def divided(y, target):
 
 def log_of_zero(y, target):
     return -torch.log(y * 0).mean()
+
+
+# The first pass follows the graph and later ones need not; nobody may wait for a device.
+MODES = {"first": (0, False), "later": (1, False), "device": (0, True)}
+
+
+def watching(model, mode="first"):
+    """A watch in its first pass, in a later one, or as on a device that it must not wait for."""
+    watch = GradientWatch(model)
+    watch.batches, watch.shared.deferred = MODES[mode]
+    return watch
+
+
+def step(model, loss=mse, seed=0):
+    x, y = data(seed)
+    loss(model(x), y).backward()
+
+
+def culprit(watch):
+    found = watch.report()
+    return found and (found.kind, found.name)
 
 
 # name: how it is planted, the loss, the kind and the culprit.

@@ -1,4 +1,4 @@
-"""Life of a watch: made, refused, closed, dropped, copied with its model."""
+"""Life of a watch: made, refused, closed, dropped, copied; passes between two reports."""
 
 import copy
 import gc
@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from steadygrad._checks import InputError
 from steadygrad.watch import GradientWatch
-from tests.unit.watch.nets import data, make
-from tests.unit.watch.test_faults import step
+from tests.unit.watch.nets import Module, culprit, data, make, mse, root_of_zero, step, watching
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def test_gradients_are_those_without_a_watch():
@@ -26,49 +30,14 @@ def test_gradients_are_those_without_a_watch():
 
 def test_closed_watch_leaves_nothing():
     model, _ = make("residual")
-    before = [{**vars(module)} for module in model.modules()]
+    before = [vars(module).keys() for module in model.modules()]
     with GradientWatch(model) as watch:
         step(model)
-        assert any(module._forward_hooks for module in model.modules())
-    assert [vars(module).keys() for module in model.modules()] == [own.keys() for own in before]
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert hooks(model) > 0
+    assert [vars(module).keys() for module in model.modules()] == before
+    assert hooks(model) == 0
     step(model)
     assert watch.batches == 1
-
-
-def test_several_watches():
-    """Of a model and of a part of it: each for itself."""
-    model, _ = make("residual")
-    watches = GradientWatch(model), GradientWatch(model), GradientWatch(model.blocks[1])
-    model.blocks[1].inner.weight.data.fill_(torch.nan)
-    step(model)
-    found = [watch.report() for watch in watches]
-    assert [one.name for one in found] == ["blocks.1.inner.weight"] * 2 + ["inner.weight"]
-    watches[0].close()
-    model.zero_grad()
-    step(model)
-    assert [watch.batches for watch in watches] == [1, 2, 2]
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_of_the_model_is_not_watched(copied):
-    model, _ = make("residual")
-    watch = GradientWatch(model)
-    step(model)
-    watch.batches = 0
-    twin = copied(model)
-    with torch.no_grad():
-        twin.head.weight.fill_(torch.nan)
-    step(twin)
-    assert (watch.report(), watch.batches) == (None, 0)
-
-
-def hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def test_dropped_watch_leaves_no_hooks():
@@ -86,28 +55,165 @@ def test_dropped_watch_leaves_no_hooks():
     assert hooks(model) == 0
 
 
-def test_bad_batch_of_a_pass_without_backward():
-    """Rollouts, and an evaluation with gradients enabled."""
-    model, _ = make("sequential")
+def test_several_watches():
+    """Of a model and of a part of it: each for itself."""
+    model, _ = make("residual")
+    watches = GradientWatch(model), GradientWatch(model), GradientWatch(model.blocks[1])
+    model.blocks[1].inner.weight.data.fill_(torch.nan)
+    step(model)
+    found = [watch.report().name for watch in watches]
+    assert found == ["blocks.1.inner.weight"] * 2 + ["inner.weight"]
+    watches[0].close()
+    step(model)
+    assert [watch.batches for watch in watches] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_is_not_watched(copied):
+    model, _ = make("residual")
     watch = GradientWatch(model)
-    for seed in range(4):
-        model(data(seed)[0])
-    model(data()[0] * torch.nan)
-    model(data()[0])
-    found = watch.report()
-    assert (found.kind, found.batch) == ("batch", 4)
+    twin = copied(model)
+    with torch.no_grad():
+        twin.head.weight.fill_(torch.nan)
+    step(twin)
+    assert (watch.report(), watch.batches) == (None, 0)
+
+
+def test_what_cannot_be_watched():
+    with pytest.raises(InputError, match="'1'"):
+        GradientWatch(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))))
+    watch = GradientWatch(nn.ReLU())
+    assert (watch.report(), watch.norms()) == (None, {})
+
+
+# Passes between two reports
+
+
+def test_evaluation_is_not_watched_and_forward_faults_need_no_backward():
+    model, _ = make("sequential")
+    watch, (x, y) = GradientWatch(model), data()
+    loss = mse(model(x), y)
+    with torch.no_grad():
+        model(x * torch.nan)
+    loss.backward()
+    assert (watch.report(), watch.batches) == (None, 1)
+    model(x * torch.nan)
+    assert (watch.report().kind, watch.batches) == ("batch", 2)
 
 
 def test_many_forward_passes_without_backward_are_closed():
     """A fault among them is found though hundreds of passes follow without a backward pass."""
     model, _ = make("sequential")
-    watch, (x, _y) = GradientWatch(model), data()
+    watch, x = GradientWatch(model), data()[0]
     for batch in range(200):
         model(x * torch.nan if batch == 3 else x)
         assert len(watch._open) <= 64
-    assert (watch.report().batch, watch.batches) == (3, 200)
+    found = watch.report()
+    assert (found.kind, found.batch, watch.batches) == ("batch", 3, 200)
 
 
-def test_model_without_weights():
-    watch = GradientWatch(nn.ReLU())
-    assert (watch.report(), watch.norms()) == (None, {})
+def test_a_mask_without_backward_is_no_fault():
+    """Minus infinity in the middle of a pass, whose output is finite, before any training step."""
+    masks = Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf))
+    model = nn.Sequential(nn.Linear(4, 4), masks, nn.Softmax(-1))
+    watch = GradientWatch(model)
+    model(data()[0])
+    model(data()[0])
+    assert (watch.report(), watch.batches) == (None, 2)
+
+
+def test_first_of_the_last_row():
+    """A fault that was overcome is forgotten when the next one comes."""
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    for bad in (False, True, False, True, True):
+        model.zero_grad()
+        mse(model(x * torch.nan if bad else x), y).backward()
+    model.zero_grad()
+    found = watch.report()
+    assert (found.batch, found.last) == (3, 4)
+    assert watch.report() is None
+
+
+def test_report_within_a_window():
+    """Gradients that were left not finite say nothing of the micro-batch that follows."""
+    model, _ = make("residual")
+    watch, (x, y) = GradientWatch(model), data()
+    mse(model(x * torch.nan), y).backward()
+    assert watch.report().kind == "batch"
+    mse(model(x), y).backward()
+    assert watch.report().kind == "unseen"
+    model.zero_grad()
+    mse(model(x), y).backward()
+    assert watch.report() is None
+
+
+def test_gradients_from_before_the_watch():
+    model, _ = make("sequential")
+    step(model)
+    name, p = next(iter(model.named_parameters()))
+    p.grad[0] = torch.nan
+    found = GradientWatch(model).report()
+    assert (found.kind, found.name, found.batch, found.rank) == ("unseen", name, -1, 0)
+    assert str(found) == (
+        "No batch, rank 0: the gradient of 'embed.weight' is not finite, and no pass since the "
+        "last report made it so: it was left from before; or the watch was made before "
+        "torch.compile or after the forward pass, or the loop calls another module. First not "
+        "finite: the gradient of 'embed.weight'. Finite before it: nothing."
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_same_gradient_breaks_again(late):
+    """As under a loss scale that is still too large; gradients are cleared each time."""
+    model, _ = make("sequential")
+    watch, (x, y) = GradientWatch(model), data()
+    name, p = [*model.named_parameters()][-2]
+    p.register_hook(lambda gradient: gradient * torch.inf)
+    for _ in range(3):
+        if not late:
+            model.zero_grad()
+        loss = mse(model(x), y)
+        if late:
+            model.zero_grad()
+        loss.backward()
+        assert culprit(watch) == ("parameter", name)
+
+
+@pytest.mark.parametrize("mode", ["first", "device"])
+def test_a_report_between_forward_and_backward(mode):
+    model, _ = make("sequential")
+    watch, (x, y) = watching(model, mode), data()
+    [*model.parameters()][-2].register_hook(lambda gradient: gradient * torch.inf)
+    loss = mse(model(x), y)
+    assert watch.report() is None
+    loss.backward()
+    assert watch.report().kind == "parameter"
+
+
+def test_gradients_that_are_cleared_after_the_forward_pass():
+    """They are none of the next pass's, and the layer below the fault is looked at again."""
+    model = nn.Sequential(nn.Linear(4, 4), Module(root_of_zero), nn.Linear(4, 4))
+    watch, (x, y), places = GradientWatch(model), data(), []
+    for _ in range(2):
+        loss = mse(model(x), y)
+        model.zero_grad()
+        loss.backward()
+        found = watch.report()
+        places.append((found.kind, found.name, found.seen_in))
+    assert places[0] == places[1]
+    assert places[0][0] == "gradient"
+
+
+def test_fault_early_in_a_long_window():
+    """The passes after it find gradients that are not finite, and have nothing to do with it."""
+    model = nn.Sequential(nn.Linear(4, 4), Module(lambda x: x), nn.Linear(4, 4))
+    watch, (x, y), found = GradientWatch(model), data(), []
+    for bad in (2, 1, 0):
+        for micro in range(4):
+            model[1].function = root_of_zero if micro == bad else lambda x: 2 * x
+            mse(model(x), y).backward()
+        one = watch.report()
+        found.append((one.kind, one.name, one.batch))
+        model.zero_grad()
+    assert found == [("gradient", "1", 2), ("gradient", "1", 5), ("gradient", "1", 8)]

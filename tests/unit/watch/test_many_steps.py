@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steadygrad.watch import GradientWatch
-from tests.unit.watch.nets import Block, Module, Stack, TransformerBlock, mse
+from tests.unit.watch.nets import Block, Module, Stack, TransformerBlock, mse, watching
 
 STEPS = 2_500
 
@@ -30,21 +29,20 @@ def masked():
 
 
 KINDS = {
-    "float32": (masked, nullcontext, False),
-    "bfloat16": (masked, lambda: torch.autocast("cpu", torch.bfloat16), False),
-    "checkpointed": (lambda: Stack(Checkpointed), nullcontext, False),
-    "as on a device": (masked, nullcontext, True),
+    "float32": (masked, nullcontext, "first"),
+    "bfloat16": (masked, lambda: torch.autocast("cpu", torch.bfloat16), "first"),
+    "checkpointed": (lambda: Stack(Checkpointed), nullcontext, "first"),
+    "as on a device": (masked, nullcontext, "device"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_false_alarm(kind):
-    make, precision, deferred = KINDS[kind]
+    make, precision, mode = KINDS[kind]
     torch.manual_seed(0)
     model = make()
-    watch = GradientWatch(model)
-    watch.shared.deferred = deferred
+    watch = watching(model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     alarms = []
     for step in range(STEPS):

@@ -1,7 +1,6 @@
-"""Passes of unusual form: code between modules, checkpointing, ties, accumulation."""
+"""Passes of unusual form: code between modules, checkpointing, ties, odd outputs and types."""
 
 import dataclasses
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -9,122 +8,217 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steadygrad.watch import GradientWatch, gradient_watch
-from tests.unit.watch.nets import FAULTS, Backward, Block, Module, Stack, data, make, mse
-from tests.unit.watch.test_faults import step
+from steadygrad.watch import gradient_watch
+from tests.unit.watch.nets import (
+    FAULTS,
+    Backward,
+    Block,
+    Module,
+    Parts,
+    Stack,
+    culprit,
+    data,
+    make,
+    mse,
+    root_of_zero,
+    step,
+    watching,
+    with_root,
+)
 
 
-class Two(nn.Module):
-    """Two layers, and code of its own."""
-
-    def __init__(self, code):
-        super().__init__()
-        self.first, self.second, self.code = nn.Linear(4, 4), nn.Linear(4, 4), code
-
-    def forward(self, x):
-        return self.code(self, x)
-
-
-def test_code_between_submodules():
-    """The sum overflows: neither of its terms does."""
-    inner = Two(lambda own, x: own.first(x) + own.second(x))
-    model = nn.Sequential(OrderedDict(inner=inner, act=nn.Tanh(), head=nn.Linear(4, 4)))
+def linear(**fills):
+    """A layer of four features, with parameters of one value."""
+    layer = nn.Linear(4, 4)
     with torch.no_grad():
-        inner.first.bias.fill_(2e38)
-        inner.second.bias.fill_(2e38)
-    watch, (x, y) = GradientWatch(model), data()
-    (mse(model(x), y) * torch.inf).backward()
+        for name, value in fills.items():
+            layer.get_parameter(name).fill_(value)
+    return layer
+
+
+def between(code):
+    """A model whose second module calls two layers, with code of its own."""
+    return nn.Sequential(linear(), Parts(code, first=linear(), second=linear()), linear())
+
+
+def sum_that_overflows():
+    """Neither of its terms does."""
+    terms = {"first": linear(bias=2e38), "second": linear(bias=2e38)}
+    inner = Parts(lambda own, x: own.first(x) + own.second(x), **terms)
+    return nn.Sequential(linear(), inner, linear())
+
+
+def sum_in_place():
+    """It hides what the layer before gave, which is looked at before that."""
+
+    def code(own, x):
+        y = own.first(x)
+        y += x
+        return own.second(y)
+
+    model = between(code)
+    model[1].first = linear(bias=3e38, weight=3e38)
+    return model
+
+
+def weights_without_a_call():
+    """torch's attention never calls its `out_proj`, which has a gradient all the same."""
+    return Parts(
+        lambda own, x: own.last(own.place(own.attention(x, x, x)[0])),
+        attention=nn.MultiheadAttention(4, 1, batch_first=True),
+        place=Module(Backward.apply),
+        last=linear(),
+    )
+
+
+def tied():
+    """The gradient of a weight with two uses does not say at which of them it broke."""
+    model = nn.Sequential(linear(), Module(Backward.apply), linear(), nn.Tanh())
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    return model
+
+
+def branches_that_take_turns():
+    """The one whose own consumer broke is blamed, and not what ran next."""
+    return Parts(
+        lambda own, x: (lambda a, b: own.after_a(a) + own.after_b(b))(own.a(x), own.b(x)),
+        a=linear(),
+        b=linear(),
+        after_a=Module(Backward.apply),
+        after_b=nn.Tanh(),
+    )
+
+
+def cell_that_is_called_again():
+    """A fault in its second call, whose weights' gradient says nothing of which call it was."""
+    return Parts(
+        lambda own, x: own.head(own.cell(own.between(own.cell(x).tanh())).tanh()),
+        cell=linear(),
+        between=Module(Backward.apply),
+        head=linear(),
+    )
+
+
+def branches_of_which_none_is_known():
+    parts = {"q": linear(), "k": Module(with_root), "v": linear()}
+    inner = Parts(lambda own, x: own.q(x) + own.k(x) + own.v(x), **parts)
+    return nn.Sequential(linear(), inner, linear())
+
+
+# The kind and the name, and where it was seen and what was finite before it, unless that is plain.
+BLAMED = {
+    sum_that_overflows: ("output", "1", "the output of '1'", "the output of '1.second'"),
+    sum_in_place: ("output", "1.first"),
+    weights_without_a_call: ("gradient", "place", "the gradient at the output of 'attention'"),
+    tied: (
+        "gradient", "1", "the gradient at the output of '0'", "the gradient at the output of '1'"),
+    branches_that_take_turns: ("gradient", "after_a", "the gradient at the output of 'a'"),
+    cell_that_is_called_again: ("gradient", "between"),
+    branches_of_which_none_is_known: ("gradient", "1"),
+    # Neither the layer before nor the one after: the module around both is named.
+    lambda: between(lambda own, x: own.second(root_of_zero(own.first(x)))): (
+        "gradient", "1", "the gradient at the output of '1.first'",
+        "the gradient at the input of '1.second'"),
+    lambda: nn.Sequential(linear(), Module(lambda x: x.mul_(1e30).mul_(1e30)), linear()): (
+        "output", "1", "the output of '1'", "the output of '0'"),
+    # What a module makes of the batch in place is no fault of the batch.
+    lambda: nn.Sequential(Module(lambda x: x.div_(0)), linear()): ("output", "0"),
+    # The weight of the last module, whose output is the model's.
+    lambda: nn.Sequential(linear(), linear(weight=torch.nan)): ("weight", "1.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["later", "device"])
+@pytest.mark.parametrize("build", BLAMED, ids=lambda build: build.__name__)
+def test_culprit(build, mode):
+    torch.manual_seed(0)
+    model, expected = build(), BLAMED[build]
+    watch, (x, y) = watching(model, mode), data()
+    first = watch.batches
+    for batch in range(2):
+        mse(model(x.clone()), y).backward()
+        found = watch.report()
+        told = (found.kind, found.name, found.seen_in, found.finite_before)
+        assert (told[: len(expected)], found.batch) == (expected, first + batch)
+        model.zero_grad()
+
+
+def in_place(h):
+    h /= torch.zeros(4, 1)
+    return h
+
+
+def row_in_place(h):
+    h[1:2] /= 0
+    return h
+
+
+BLOCKS = {
+    "layer": linear,
+    "sequence": lambda: nn.Sequential(linear(), linear()),
+    "view": lambda: Parts(lambda own, x: own.first(x.view(-1, 4)).view(2, 4, 4), first=linear()),
+}
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("mode", ["first", "later", "device"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("code", [in_place, row_in_place, lambda h: h / 0])
+def test_next_module_is_not_blamed_for_its_input(code, block, mode):
+    parts = {"layer": linear(), "block": BLOCKS[block]()}
+    inner = Parts(lambda own, x: own.block(code(own.layer(x))), **parts)
+    model = nn.Sequential(linear(), inner)
+    watch = watching(model, mode)
+    step(model)
     found = watch.report()
-    assert (found.kind, found.name) == ("output", "inner")
-    assert found.finite_before == "the output of 'inner.second'"
+    assert (found.kind, found.name) == ("output", "1")
+    assert found.seen_in == "the input of '1.block'"
+    assert found.finite_before == "the output of '1.layer'"
 
 
-def test_code_before_a_submodule():
-    """A fault of `forward` before its first submodule is not that submodule's."""
-    model = Two(lambda own, x: own.second(own.first(x) * 1e30 * 1e30))
-    watch, (x, y) = GradientWatch(model), data()
+@pytest.mark.parametrize(
+    ("function", "kind"), [(with_root, "gradient"), (lambda x: x / 0, "output")]
+)
+def test_missing_values_are_not_blamed(function, kind):
+    """A table whose missing values are NaN, which the model replaces."""
+    parts = {"first": linear(), "place": Module(function), "last": linear()}
+    model = Parts(lambda own, x: own.last(own.place(own.first(x.nan_to_num()))), **parts)
+    watch, (x, y) = watching(model), data()
+    x[0, 0, 0] = torch.nan
+    mse(model(x), y).backward()
+    assert culprit(watch) == (kind, "place")
+
+
+def test_absorbed_batch_of_a_model_without_modules():
+    model = Parts(lambda own, x: (x @ own.weight).nan_to_num())
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    watch, (x, y) = watching(model), data()
+    x[1, 3, 0] = torch.nan
     mse(model(x), y).backward()
     found = watch.report()
-    assert (found.kind, found.name) == ("output", "")
-    assert found.seen_in == "the input of 'second'"
-    assert found.finite_before == "the output of 'first'"
+    assert (found.kind, found.row) == ("batch", 1)
 
 
 def test_gradient_of_a_weight_alone():
     """In float16 a weight's gradient adds up over the batch what is finite at the output."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False)).half()
-    watch = GradientWatch(model)
-    x = torch.full((2000, 4), 1.0, dtype=torch.float16)
+    watch = watching(model)
     with torch.no_grad():
         model[0].weight.fill_(8.0)
         model[1].weight.fill_(1e-3)
-    (model(x) * 10.0).sum().backward()
-    found = watch.report()
-    assert (found.kind, found.name) == ("parameter", "1.weight")
+    (model(torch.ones(2000, 4, dtype=torch.float16)) * 10.0).sum().backward()
+    assert culprit(watch) == ("parameter", "1.weight")
 
 
-def test_submodule_whose_weights_are_used_without_a_call():
-    """torch's attention never calls its `out_proj`, which has a gradient all the same."""
-
-    class Attended(Two):
-        def __init__(self):
-            super().__init__(None)
-            self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
-
-        def forward(self, x):
-            x = self.first(x)
-            return self.second(self.attention(x, x, x)[0])
-
-    model = Attended()
-    model.second = nn.Sequential(Module(Backward.apply), model.second)
-    watch, (x, y) = GradientWatch(model), data()
-    mse(model(x), y).backward()
-    found = watch.report()
-    assert (found.kind, found.name) == ("gradient", "second.0")
-    assert found.seen_in == "the gradient at the output of 'attention'"
-
-
-def test_module_that_changes_its_input_in_place():
-    model = nn.Sequential(
-        nn.Linear(4, 4), Module(lambda x: x.mul_(1e30).mul_(1e30)), nn.Linear(4, 4)
-    )
-    watch, (x, y) = GradientWatch(model), data()
-    mse(model(x), y).backward()
-    found = watch.report()
-    assert (found.kind, found.name, found.finite_before) == ("output", "1", "the output of '0'")
-
-
-def test_tied_weights():
-    """The gradient of a weight with two uses does not say at which of them it broke."""
-    model = nn.Sequential(nn.Linear(4, 4), Module(Backward.apply), nn.Linear(4, 4), nn.Tanh())
+def test_tied_weight_is_blamed_where_its_second_module_uses_it():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
     model[2].weight = model[0].weight
-    model[2].bias = model[0].bias
-    watch, (x, y) = GradientWatch(model), data()
-    mse(model(x), y).backward()
+    with torch.no_grad():
+        model[0].weight[8] = torch.nan
+    watch = watching(model)
+    model(torch.randint(0, 8, (4, 5))).abs().mean().backward()
     found = watch.report()
-    assert (found.kind, found.name) == ("gradient", "1")
-    assert found.finite_before == "the gradient at the output of '1'"
-
-
-def test_branches_that_take_turns():
-    """Of two branches the one whose own consumer broke is blamed, and not what ran next."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.after_a, self.after_b = Module(Backward.apply), nn.Tanh()
-
-        def forward(self, x):
-            a, b = self.a(x), self.b(x)
-            return self.after_a(a) + self.after_b(b)
-
-    model = Branches()
-    watch, (x, y) = GradientWatch(model), data()
-    mse(model(x), y).backward()
-    found = watch.report()
-    assert (found.kind, found.name) == ("gradient", "after_a")
-    assert found.seen_in == "the gradient at the output of 'a'"
+    assert (found.kind, found.name, found.seen_in) == ("weight", "2.weight", "the output of '2'")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -137,53 +231,82 @@ def test_checkpointed(fault, reentrant):
     put, loss, kind, name = FAULTS[fault]
     torch.manual_seed(0)
     model = Stack(Checkpointed)
-    watch = GradientWatch(model)
-    step(model)
-    assert watch.report() is None
-    watch.close()
+    with watching(model) as watch:
+        step(model)
+        assert watch.report() is None
     put(model, "blocks.1.")
-    watch = GradientWatch(model)
+    watch = watching(model)
     step(model, loss)
-    found = watch.report()
     # Reentrant checkpointing has no graph of what it repeats while it repeats it.
     coarse = reentrant and kind == "gradient"
-    assert (found.kind, found.name) == (kind, "blocks.1" if coarse else name.format("blocks.1."))
+    assert culprit(watch) == (kind, "blocks.1" if coarse else name.format("blocks.1."))
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_minus_infinity_that_is_usual_is_not_blamed(deferred):
-    """A module that masks with minus infinity is no fault; the one that breaks later is."""
-    model, _ = make("residual")
-    model.blocks[1].place = nn.Sequential(
-        Module(lambda x: x.masked_fill(x > x.mean(), -torch.inf)),
-        nn.Softmax(-1),
-        Module(lambda x: x * torch.tensor(scale)),
-    )
-    watch, scale = GradientWatch(model), 1.0
-    watch.shared.deferred = deferred
-    for seed in range(3):
-        step(model, seed=seed)
-        assert watch.report() is None
-    scale = torch.inf
-    step(model)
-    found = watch.report()
-    assert (found.kind, found.name, found.batch) == ("output", "blocks.1.place.2", 3)
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
 
 
-def test_what_is_on_a_device_is_not_looked_at_when_a_pass_ends(monkeypatch):
-    model, _ = make("residual")
-    watch = GradientWatch(model)
-    watch.shared.deferred, looks = True, []
-    monkeypatch.setattr(gradient_watch, "is_finite", lambda value: looks.append(value) or True)
-    for seed in range(3):
-        step(model, seed=seed)
-    assert looks == []
-    assert (watch.report(), watch.batches) == (None, 3)
+@pytest.mark.parametrize("mode", ["first", "later"])
+@pytest.mark.parametrize("wrap", [Output, SimpleNamespace], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    ["overflow in the forward pass", "overflow in backward only", "log of zero in the loss"],
+)
+def test_outputs_in_objects(fault, wrap, mode):
+    put, loss, kind, name = FAULTS[fault]
+    inner, prefix = make("residual")
+    put(inner, prefix)
+    model = Parts(lambda own, x: wrap(logits=own.inner(x)), inner=inner)
+    watch, (x, y) = watching(model, mode), data()
+    loss(model(x).logits, y).backward()
+    assert culprit(watch) == (kind, name and f"inner.{name.format(prefix)}")
+
+
+@pytest.mark.parametrize("mode", ["first", "device"])
+def test_inputs_of_minus_infinity_are_masks(mode):
+    model = Parts(lambda own, x, mask: torch.softmax(own.layer(x) + mask, -1), layer=linear())
+    watch, (x, y) = watching(model, mode), data()
+    mask = torch.tensor([-torch.inf, 0, 0, 0])
+    (mse(model(x, mask), y) * torch.inf).backward()
+    assert watch.report().kind == "loss"
+    model.zero_grad()
+    mse(model(x, mask * torch.nan), y).backward()
+    assert watch.report().kind == "batch"
+
+
+def test_large_values_that_overflow_a_sum_are_finite():
+    """Sums of float32 overflow here, and the squares of the gradients do; the values do not."""
+    model = nn.Linear(4, 4)
+    watch = watching(model)
+    (model(torch.full((8, 4), 1e37)) * 0.1).sum().backward()
+    assert watch.report() is None
+
+
+@pytest.mark.parametrize("mode", ["first", "device"])
+def test_empty_weights_and_other_types(mode):
+    """Empty and quantized weights, float8 inputs, complex weights: none ends the training."""
+
+    def code(own, x):
+        x = x.float() * own.packed * own.small.float()
+        return (x * own.wave).real.sum() + own.empty.sum()
+
+    model = Parts(code)
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    model.wave = nn.Parameter(torch.full((4,), 3 + 4j))
+    model.packed = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    model.small = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    watch, x = watching(model, mode), data()[0].to(torch.float8_e4m3fn)
+    model(x).backward()
+    assert watch.report() is None
+    assert watch.norms()["wave"] == pytest.approx(model.wave.grad.abs().square().sum() ** 0.5)
+    (model(x) * torch.inf).backward()
+    assert watch.report().kind == "loss"
 
 
 def test_sparse_gradients():
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1))
-    watch, tokens = GradientWatch(model), torch.tensor([1, 1, 3])
+    watch, tokens = watching(model), torch.tensor([1, 1, 3])
     model(tokens).sum().backward()
     assert watch.report() is None
     dense = model[0].weight.grad.to_dense().norm().item()
@@ -194,211 +317,19 @@ def test_sparse_gradients():
 
 def test_norms():
     model, _ = make("residual")
-    watch = GradientWatch(model)
+    watch = watching(model)
     step(model)
     model.head.bias.grad = None
-    found = watch.norms()
     grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    # Squares of float32 added up in float64.
-    assert found == pytest.approx({n: g.norm().item() for n, g in grads.items()})
-    assert "head.bias" not in found
+    # Squares of float32 added up in float64. Without a gradient there is no norm.
+    assert watch.norms() == pytest.approx({n: g.norm().item() for n, g in grads.items()})
 
 
-def test_cell_that_is_called_again():
-    """A fault in its second call, whose weights' gradient says nothing of which call it was."""
-
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.between, self.act = nn.Linear(4, 4), Module(Backward.apply), nn.Tanh()
-            self.head = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.act(self.cell(x))
-            return self.head(self.act(self.cell(self.between(x))))
-
-    model = Recurrent()
-    watch, (x, y) = GradientWatch(model), data()
-    for batch in range(2):
-        mse(model(x), y).backward()
-        found = watch.report()
-        assert (found.kind, found.name, found.batch) == ("gradient", "between", batch)
-
-
-def test_functional_code_in_backward():
-    """Neither the layer before nor the one after: the module around both is named."""
-
-    class Root(Two):
-        def forward(self, x):
-            return self.second((self.first(x) * 0).abs().sqrt())
-
-    model = nn.Sequential(nn.Linear(4, 4), Root(None), nn.Linear(4, 4))
-    watch, (x, y) = GradientWatch(model), data()
-    watch.batches = 1
-    for _ in range(2):  # the second time inputs are looked at too
-        model.zero_grad()
-        mse(model(x), y).backward()
-        found = watch.report()
-        assert (found.kind, found.name) == ("gradient", "1")
-        assert found.seen_in == "the gradient at the output of '1.first'"
-    assert found.finite_before == "the gradient at the input of '1.second'"
-
-
-def test_output_that_is_changed_in_place_later():
-    """A sum in place hides what the layer before gave, which is looked at before that."""
-
-    class Adds(Two):
-        def forward(self, x):
-            y = self.first(x)
-            y += x
-            return self.second(y)
-
-    model = nn.Sequential(nn.Linear(4, 4), Adds(None), nn.Linear(4, 4))
-    with torch.no_grad():
-        model[1].first.bias.fill_(3e38)
-        model[1].first.weight.fill_(3e38)
-    watch, (x, y) = GradientWatch(model), data()
-    mse(model(x), y).backward()
-    found = watch.report()
-    assert (found.kind, found.name) == ("output", "1.first")
-
-
-def test_first_of_the_last_row():
-    """A fault that was overcome is forgotten when the next one comes."""
+def test_what_is_on_a_device_is_not_looked_at_when_a_pass_ends(monkeypatch):
     model, _ = make("residual")
-    watch, (x, y) = GradientWatch(model), data()
-    for bad in (False, True, False, True, True):
-        model.zero_grad()
-        mse(model(x * torch.nan if bad else x), y).backward()
-    model.zero_grad()
-    found = watch.report()
-    assert (found.batch, found.last) == (3, 4)
-    assert watch.report() is None
-
-
-def test_overflow_in_half_precision():
-    """The usual cause of NaN in float16."""
-    model, prefix = make("residual")
-    with torch.no_grad():
-        model.get_parameter(f"{prefix}outer.weight").fill_(6e4)
-    watch, (x, y) = GradientWatch(model), data()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse(model(x).float(), y)
-    loss.backward()
-    found = watch.report()
-    assert (found.kind, found.name) == ("output", f"{prefix}outer")
-
-
-def test_large_values_that_overflow_a_sum_are_finite():
-    """Sums of float32 overflow here, and the squares of the gradients do; the values do not."""
-    model = nn.Linear(4, 4)
-    watch = GradientWatch(model)
-    x = torch.full((8, 4), 1e37)
-    (model(x) * 0.1).sum().backward()
-    assert watch.report() is None
-
-
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-
-
-class Wrapped(nn.Module):
-    """Its output is no tensor."""
-
-    def __init__(self, inner, wrap):
-        super().__init__()
-        self.inner, self.wrap = inner, wrap
-
-    def forward(self, x):
-        return self.wrap(logits=self.inner(x))
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["first pass", "later"])
-@pytest.mark.parametrize("wrap", [Output, SimpleNamespace], ids=lambda wrap: wrap.__name__)
-@pytest.mark.parametrize(
-    "fault",
-    ["overflow in the forward pass", "overflow in backward only", "log of zero in the loss"],
-)
-def test_outputs_in_objects(fault, wrap, first):
-    put, loss, kind, name = FAULTS[fault]
-    inner, prefix = make("residual")
-    put(inner, prefix)
-    model = Wrapped(inner, wrap)
-    watch, (x, y) = GradientWatch(model), data()
-    watch.batches = first
-    loss(model(x).logits, y).backward()
-    found = watch.report()
-    assert (found.kind, found.name) == (kind, name and f"inner.{name.format(prefix)}")
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_inputs_of_minus_infinity_are_masks(deferred):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x, mask):
-            return torch.softmax(self.layer(x) + mask, -1)
-
-    model = Masked()
-    watch, (x, y) = GradientWatch(model), data()
-    watch.shared.deferred = deferred
-    mask = torch.zeros(4)
-    mask[0] = -torch.inf
-    (mse(model(x, mask), y) * torch.inf).backward()
-    assert watch.report().kind == "loss"
-    model.zero_grad()
-    mse(model(x, mask * torch.nan), y).backward()
-    assert watch.report().kind == "batch"
-
-
-def test_tied_weight_is_blamed_where_its_second_module_uses_it():
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
-    model[2].weight = model[0].weight
-    with torch.no_grad():
-        model[0].weight[8] = torch.nan
-    watch = GradientWatch(model)
-    model(torch.randint(0, 8, (4, 5))).abs().mean().backward()
-    found = watch.report()
-    assert (found.kind, found.name, found.seen_in) == ("weight", "2.weight", "the output of '2'")
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_weight_of_its_own_module_is_blamed(deferred):
-    model, _ = make("residual")
-    with torch.no_grad():
-        model.head.weight[0, 0] = torch.nan
-    watch = GradientWatch(model)
-    watch.shared.deferred = deferred
-    step(model)
-    found = watch.report()
-    assert (found.kind, found.name) == ("weight", "head.weight")
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_empty_weights_and_other_types(deferred):
-    """Empty and quantized weights, float8 inputs, complex weights: none ends the training."""
-
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.empty = nn.Parameter(torch.zeros(0, 3))
-            self.wave = nn.Parameter(torch.full((4,), 3 + 4j))
-            self.packed = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
-            self.small = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
-
-        def forward(self, x):
-            x = x.float() * self.packed * self.small.float()
-            return (x * self.wave).real.sum() + self.empty.sum()
-
-    model = Odd()
-    watch, (x, _y) = GradientWatch(model), data()
-    watch.shared.deferred = deferred
-    model(x.to(torch.float8_e4m3fn)).backward()
-    assert watch.report() is None
-    grad = model.wave.grad
-    assert watch.norms()["wave"] == pytest.approx(grad.abs().square().sum() ** 0.5)
-    (model(x.to(torch.float8_e4m3fn)) * torch.inf).backward()
-    assert watch.report().kind == "loss"
+    watch, looks = watching(model, "device"), []
+    monkeypatch.setattr(gradient_watch, "is_finite", lambda value: looks.append(value) or True)
+    for seed in range(3):
+        step(model, seed=seed)
+    assert looks == []
+    assert (watch.report(), watch.batches) == (None, 3)
