@@ -54,8 +54,15 @@ ORDERS = {
 }
 
 
+EXCHANGES = {
+    "each": exchange_each,
+    "by conversion": exchange_by_conversion,
+    "by loading": exchange_by_loading,
+}
+
+
 @pytest.mark.slow
-@covering(exchange=[exchange_each, exchange_by_conversion, exchange_by_loading], order=ORDERS)
+@covering(exchange=EXCHANGES, order=ORDERS)
 def test_each_is_unscaled_by_its_own_layers_scale(exchange, order):
     plain = gradients(lambda model: None, ORDERS["as registered"])
     assert_equal(gradients(exchange, order), plain)

@@ -203,7 +203,7 @@ def split(parameters, lr):
 @pytest.mark.parametrize(
     ("save", "make", "found"),
     [
-        (lambda training, path: path.parent / "none", AdamW, "none"),
+        (lambda training, path: path.parent / "none", AdamW, "absolute path"),
         (lambda training, path: path.parent, AdamW, "model.safetensors"),
         (smaller, AdamW, "2 names or shapes that differ, the first '0.weight': (16, 7)"),
         (plain, lambda ps, lr: split([*ps], lr), "[4] parameters"),
