@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from contextlib import suppress
 from importlib import import_module
@@ -31,7 +32,7 @@ SEED, DRAWN, MOST, FILE_COST = 20, 420, 300, 0.3
 # What many tests load. It is loaded once, and tests run in forks.
 HEAVY = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
-    *("scipy.stats", "numba", "hypothesis", "matplotlib.figure", "sklearn.datasets"),
+    *("scipy.stats", "numba", "matplotlib.figure", "sklearn.datasets"),
     *("rich.console", "msgspec"),
 )
 # Tests of a room, where no test has been seen on a line: compiled code, other processes.
@@ -216,9 +217,11 @@ def in_fork(copy, arguments):
     always = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header"]
     try:
         code = int(import_module("pytest").main([*always, *arguments]))
-        sys.stdout.flush()
     except BaseException:
-        return 99
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
     return code
 
 
@@ -420,8 +423,9 @@ def compare(work, file, workers, seconds):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in ("cover", "draw", "run", "survivors", "table", "save"):
+    for name in ("cover", "draw", "run", "survivors", "table"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--after", type=Path)
     parser.add_argument("--seconds", type=float, default=30.0, help="of tests for each fault")
     parser.add_argument("--workers", type=int, default=2)

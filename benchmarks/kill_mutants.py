@@ -49,21 +49,24 @@ def room_of(file):
 
 def inner(node):
     """Nodes whose edit may show: no annotation, decorator, import, message, text or type check."""
-    if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Raise)):
-        return
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    if isinstance(node, ast.Assign) and re.match(r"__all__|__version__", ast.unparse(node)):
+    if isinstance(node, (ast.JoinedStr, ast.Raise)):
         return
     for name, field in ast.iter_fields(node):
-        if name in {"annotation", "returns", "decorator_list", "bases", "type_comment"}:
+        if name in {"annotation", "returns", "decorator_list", "bases"}:
             continue
         for child in field if isinstance(field, list) else [field]:
-            if isinstance(child, ast.keyword) and child.arg in IDLE:
-                continue
-            if isinstance(child, ast.AST):
+            if isinstance(child, ast.AST) and not is_idle(child):
                 yield child
                 yield from inner(child)
+
+
+def is_idle(node):
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    if isinstance(node, ast.Assign):
+        return bool(re.match("__all__|__version__", ast.unparse(node)))
+    is_idle_argument = isinstance(node, ast.keyword) and node.arg in IDLE
+    return is_idle_argument or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def is_alias(node):
