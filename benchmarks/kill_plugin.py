@@ -31,11 +31,13 @@ def is_worker(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Takes the listed tests: a mutant may change which cases there are, so no id is asked for."""
+    """Takes listed tests and files: a mutant may change which cases there are."""
     if TESTS:
         wanted = set(Path(TESTS).read_text().splitlines())
-        config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in wanted])
-        items[:] = [item for item in items if item.nodeid in wanted]
+        takes = [bool(wanted & {i.nodeid, i.nodeid.partition("::")[0]}) for i in items]
+        left = [item for item, taken in zip(items, takes, strict=True) if not taken]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item, taken in zip(items, takes, strict=True) if taken]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
