@@ -25,7 +25,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from kill_mutants import draw, git, history, place_of, planted
+from kill_mutants import SOURCE, draw, git, history, place_of, planted
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, DRAWN, MOST, FILE_COST = 20, 420, 300, 0.3
@@ -79,10 +79,10 @@ def cover(work, workers):
     command = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-m", "not slow"]
     command += ["-n", str(workers), "--dist", "worksteal"]
     subprocess.run([sys.executable, "-m", "pytest", *command], cwd=copy, env=where, check=False)
-    read_lines(work, copy)
+    read_lines(work)
 
 
-def read_lines(work, copy):
+def read_lines(work):
     """Tests by line, as places in a list of sets of tests: many lines have the same."""
     import coverage
 
@@ -91,7 +91,7 @@ def read_lines(work, copy):
         data = coverage.CoverageData(str(part))
         data.read()
         for file in data.measured_files():
-            own = files[str(Path(file).relative_to(copy))]
+            own = files[file[file.rindex(str(SOURCE)) :]]
             for line, tests in data.contexts_by_lineno(file).items():
                 known = {numbers.setdefault(test, len(numbers)) for test in tests if test}
                 own[line] = own.get(line, set()) | known
@@ -100,13 +100,15 @@ def read_lines(work, copy):
         for file, own in files.items()
     }
     found = {"tests": [*numbers], "sets": [*sets], "lines": lines}
-    (work / "lines.json").write_text(json.dumps(found))
+    (work / "lines.part").write_text(json.dumps(found))
+    (work / "lines.part").replace(work / "lines.json")
 
 
 class Suite:
     """The fast tests: seconds, and the lines that each covers."""
 
     def __init__(self, work):
+        self.time = (work / "lines.json").stat().st_mtime
         found = json.loads((work / "lines.json").read_text())
         self._tests, self._sets, self._lines = found["tests"], found["sets"], found["lines"]
         self.cost, self.failed, passed = Counter(), set(), set()
@@ -266,6 +268,8 @@ def work_off(work, number, workers, seconds, mode):
     out = work / f"{'results' if mode == 'run' else mode}.jsonl"
     done = {row["id"] for row in rows_of(out)}
     for mutant in json.loads((work / "mutants.json").read_text())[number::workers]:
+        if (work / "lines.json").stat().st_mtime > suite.time:  # more is known
+            suite = Suite(work)
         row = found.get(mutant["id"], {})
         if mutant["id"] in done or (mode == "survivors" and row.get("killers", True)):
             continue
