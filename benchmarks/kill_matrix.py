@@ -144,17 +144,18 @@ class Suite:
         files, chosen, spent = defaultdict(list), [], 0.0
         for test in sorted(tests, key=lambda test: (self.cost[test], test)):
             files[test.partition("::")[0]].append(test)
-        turns = sorted(files.values(), key=lambda q: (not q[0].startswith(homes(room)), q[0]))
-        while turns:
-            for queue in turns:
-                cost = self.cost[queue[0]]
-                cost += FILE_COST * (len(queue) == len(files[queue[0].partition("::")[0]]))
-                if spent + cost > seconds or len(chosen) == MOST:
-                    return chosen or [queue[0]]
-                chosen.append(queue[0])
-                spent += cost
-            turns = [queue[1:] for queue in turns if queue[1:]]
-        return chosen
+        turns = sorted(files.items(), key=lambda f: (not f[0].startswith(homes(room)), f))
+        opening = FILE_COST  # in the first turn
+        while turns and len(chosen) < MOST:
+            left = []
+            for file, queue in turns:
+                cost = self.cost[queue[0]] + opening
+                if spent + cost <= seconds:  # else the file's others are too long, too
+                    chosen.append(queue[0])
+                    spent += cost
+                    left.append((file, queue[1:]))
+            turns, opening = [(file, queue) for file, queue in left if queue], 0.0
+        return chosen or sorted(tests, key=lambda test: self.cost[test])[:1]
 
     def tests_of(self, root, mutant, seconds):
         """What is run against a mutant."""
