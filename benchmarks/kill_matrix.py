@@ -28,7 +28,9 @@ from pathlib import Path
 from kill_mutants import SOURCE, draw, git, history, place_of, planted
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED, DRAWN, MOST, FILE_COST = 20, 420, 300, 0.3
+SEED, DRAWN = 20, 420
+# Tests and files that a fault meets at most, and seconds to collect a file.
+MOST, FILES, FILE_COST = 300, 8, 0.5
 # What many tests load. It is loaded once, and tests run in forks.
 HEAVY = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
@@ -71,7 +73,8 @@ def environment(work, copy, **more):
 
 def cover(work, workers):
     """Runs the fast tests once, and keeps how each ended and which lines it ran."""
-    shutil.rmtree(work / "lines", ignore_errors=True)
+    for folder in [work / "lines", *work.glob("copy*")]:
+        shutil.rmtree(folder, ignore_errors=True)
     (work / "lines").mkdir(parents=True)
     (work / "cover.jsonl").unlink(missing_ok=True)
     copy = copy_of(work, 0)
@@ -140,11 +143,15 @@ class Suite:
         return found | {test for test in self.usable if test.startswith(homes(mutant["room"]))}
 
     def spread(self, tests, seconds, room):
-        """The shortest tests of every file in turns, the room's own first, for some seconds."""
+        """The shortest tests of some files in turns, for some seconds.
+
+        The room's own files come first, and those with the most of these tests.
+        """
         files, chosen, spent = defaultdict(list), [], 0.0
         for test in sorted(tests, key=lambda test: (self.cost[test], test)):
             files[test.partition("::")[0]].append(test)
-        turns = sorted(files.items(), key=lambda f: (not f[0].startswith(homes(room)), f))
+        turns = sorted(files.items(), key=lambda f: (not f[0].startswith(homes(room)), -len(f[1])))
+        turns = turns[:FILES]
         opening = FILE_COST  # in the first turn
         while turns and len(chosen) < MOST:
             left = []
@@ -268,7 +275,8 @@ def work_off(work, number, workers, seconds, mode):
     found = {row["id"]: row for row in rows_of(work / "results.jsonl")}
     out = work / f"{'results' if mode == 'run' else mode}.jsonl"
     done = {row["id"] for row in rows_of(out)}
-    for mutant in json.loads((work / "mutants.json").read_text())[number::workers]:
+    mutants = work / ("after.json" if mode == "after" else "mutants.json")
+    for mutant in json.loads(mutants.read_text())[number::workers]:
         if (work / "lines.json").stat().st_mtime > suite.time:  # more is known
             suite = Suite(work)
         row = found.get(mutant["id"], {})
@@ -364,16 +372,15 @@ def counts(mutants):
 
 
 def row_of(mutant):
+    """Which fault it is, where, and how many tests it met."""
     edit = mutant["edits"][0]
     before, after = (" ⏎ ".join(x.strip() for x in edit[way]) for way in ("before", "after"))
-    change = f"`{before[:110]}` -> `{after[:110]}`".replace("|", "\\|")
-    more = f" and {len(mutant['edits']) - 1} more" if len(mutant["edits"]) > 1 else ""
-    return [
-        mutant["id"],
-        f"{edit['file'][len('src/steadygrad/') :]}:{edit['line']}",
-        change + more,
-        "",
-    ]
+    change = f"`{before[:110]}` -> `{after[:110]}`"
+    if len(mutant["edits"]) > 1:
+        change += f" and {len(mutant['edits']) - 1} more"
+    change = f"{mutant.get('title', '')[:110]} {change}".strip().replace("|", "\\|")
+    place = f"{edit['file'].removeprefix('src/steadygrad/')}:{edit['line']}"
+    return [mutant["id"], place, change, len(mutant.get("ran", ()))]
 
 
 def text_of(work, today):
@@ -385,22 +392,27 @@ def text_of(work, today):
         kills.update(mutant["killers"] if mutant["by"] == "test" else ())
         ran.update(mutant.get("ran", ()))
     alone = {m["killers"][0] for m in mutants if len(m["killers"]) == 1}
-    files = Counter(test.partition("::")[0] for test in ran if not kills[test])
-    all_of = Counter(test.partition("::")[0] for test in ran)
-    idle = [f for f, n in files.items() if n == all_of[f]]
+    files = defaultdict(list)
+    for test in ran:
+        files[test.partition("::")[0]].append(test)
+    by_file = [
+        [f"`{file}`", len(own), sum(ran[t] for t in own), sum(kills[t] for t in own)]
+        for file, own in sorted(files.items())
+    ]
     commit = git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
     head = f"""# Kill matrix, {today}
 
 Commit {commit}, {len(suite.usable)} fast tests that pass, {sum(suite.cost.values()):,.0f} seconds.
-Each fault meets tests that cover its lines, the shortest of every file in turns."""
+Each fault meets tests that cover its lines, the shortest of eight files at most in turns."""
     tests = f"""{len(ran)} tests met a fault, {sum(kills[t] > 0 for t in ran)} killed one;
-{len(alone)} are the only killer of one. Files whose tests killed none: {len(idle)}."""
-    left = [row_of(m) for m in mutants if not is_killed(m)]
+{len(alone)} are the only killer of one. Meetings: pairs of a test and a fault."""
+    rows = [row_of(m) for m in mutants if not is_killed(m)]
     late = [[*row_of(m)[:3], m["by"]] for m in mutants if is_killed(m) and m["by"] != "test"]
     parts = [head, "## Drawn", of_groups(drawn, "room"), of_groups(drawn, "kind")]
     parts += ["## Mended faults put back", of_groups(past, "room"), "## Tests", tests]
-    parts += [f"`{file}`: {all_of[file]} tests" for file in sorted(idle)]
-    parts += ["## Survivors", table(["fault", "place", "change", "reason"], left)]
+    parts += [table(["file", "tests", "meetings", "kills"], by_file)]
+    rows = [[*row, ""] for row in sorted(rows)]
+    parts += ["## Survivors", table(["fault", "place", "change", "tests", "reason"], rows)]
     parts += ["## Killed otherwise", table(["fault", "place", "change", "by"], late)]
     return "\n\n".join(parts) + "\n"
 
@@ -424,14 +436,14 @@ def compare(work, file, workers, seconds):
     mutants = [mutant for mutant in known["mutants"] if is_killed(mutant)]
     for mutant in mutants:
         mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
-    (work / "mutants.json").write_text(json.dumps(mutants))
+    (work / "after.json").write_text(json.dumps(mutants))
     start(work, workers, seconds, "after")
     rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
     lost = [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
     left = [mutant for mutant in lost if mutant["by"] in ("", "untested")]
     gone = sum(mutant["by"] == "gone" for mutant in lost)
     print(f"{len(lost)} killed before; {gone} are gone with their code, {len(left)} now survive.")
-    print(table(["fault", "place", "change", "reason"], map(row_of, left)))
+    print(table(["fault", "place", "change", "tests"], map(row_of, left)))
 
 
 if __name__ == "__main__":
