@@ -29,8 +29,9 @@ from kill_mutants import SOURCE, draw, git, history, place_of, planted
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, DRAWN = 20, 420
-# Tests and files that a fault meets at most, and seconds to collect a file.
-MOST, FILES, FILE_COST = 300, 8, 0.5
+# Tests and files that a fault meets at most, and seconds to collect a file. So many tests say as
+# surely as more that a file is about a line.
+MOST, FILES, FILE_COST, ENOUGH = 300, 8, 0.5, 20
 # What many tests load. It is loaded once, and tests run in forks.
 HEAVY = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
@@ -122,6 +123,7 @@ class Suite:
             if (phase, outcome) == ("call", "passed"):
                 passed.add(test)
         self.usable = passed - self.failed
+        self.sizes = Counter(test.partition("::")[0] for test in self.usable)
 
     def covering(self, root, edits):
         """Tests that run an edit's lines."""
@@ -143,34 +145,46 @@ class Suite:
         return found | {test for test in self.usable if test.startswith(homes(mutant["room"]))}
 
     def spread(self, tests, seconds, room):
-        """The shortest tests of some files in turns, for some seconds.
+        """Tests of some files in turns, for some seconds.
 
-        The room's own files come first, and those with the most of these tests.
+        The room's own files come first, and those that are most about these lines; in a file
+        the shortest case of every function, then the second ones: the shortest of all are alike.
         """
-        files, chosen, spent = defaultdict(list), [], 0.0
+        files, cases, chosen, spent = defaultdict(list), defaultdict(list), [], 0.0
         for test in sorted(tests, key=lambda test: (self.cost[test], test)):
+            cases[test.partition("[")[0]].append(test)
+        for test in sorted(
+            tests, key=lambda t: (cases[t.partition("[")[0]].index(t), self.cost[t])
+        ):
             files[test.partition("::")[0]].append(test)
-        turns = sorted(files.items(), key=lambda f: (not f[0].startswith(homes(room)), -len(f[1])))
-        turns = turns[:FILES]
+
+        def about(file):
+            return len(files[file]) / self.sizes[file] * min(len(files[file]), ENOUGH)
+
+        near = sorted(files, key=lambda file: (not file.startswith(homes(room)), -about(file)))
+        turns = [(file, files[file]) for file in near[:FILES]]
         opening = FILE_COST  # in the first turn
         while turns and len(chosen) < MOST:
             left = []
             for file, queue in turns:
                 cost = self.cost[queue[0]] + opening
-                if spent + cost <= seconds:  # else the file's others are too long, too
+                if spent + cost <= seconds:
                     chosen.append(queue[0])
                     spent += cost
-                    left.append((file, queue[1:]))
+                left.append((file, queue[1:]))
             turns, opening = [(file, queue) for file, queue in left if queue], 0.0
         return chosen or sorted(tests, key=lambda test: self.cost[test])[:1]
 
     def tests_of(self, root, mutant, seconds):
         """What is run against a mutant."""
         room, tests = mutant["room"], self.covering(root, mutant["edits"])
+        files = tuple(mutant.get("tests", ()))
+        if not tests:  # mostly what only other processes run
+            files += ("tests/distributed/",)
         if not tests or room in ("optim/loops", "optim/kernels"):
             tests |= self.near(mutant)
-        mending = {t for t in self.usable if t.partition("::")[0] in mutant.get("tests", ())}
-        first = self.spread(mending & tests or mending, seconds / 2, room) if mending else []
+        known = {test for test in self.usable if files and test.startswith(files)}
+        first = self.spread(known & tests or known, seconds / 2, room) if known else []
         spent = sum(self.cost[test] for test in first)
         return [*first, *self.spread(tests - set(first), seconds - spent, room)]
 
