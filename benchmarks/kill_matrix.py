@@ -1,0 +1,498 @@
+"""Which test kills which fault: drawn mutants of all rooms, and mended faults put back.
+
+Every fault is tried on the tests that cover its lines, as many as a time allows, and all that fail
+are written down. `--after` says what of a table's faults the tests of today no longer kill.
+
+Run: python benchmarks/kill_matrix.py --cover --draw --run --table [--save]
+     python benchmarks/kill_matrix.py --cover --after benchmarks/results/DATE-kill-matrix.json
+`--run` and `--after` go on where they were; `--survivors` tries more tests where none has killed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+from kill_mutants import SOURCE, draw, git, history, place_of, planted
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED, DRAWN = 20, 420
+# Tests and files that a fault meets at most, and seconds to collect a file. So many tests say as
+# surely as more that a file is about a line.
+MOST, FILES, FILE_COST, ENOUGH = 300, 8, 0.5, 20
+# What many tests load. It is loaded once, and tests run in forks.
+HEAVY = (
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
+    *("scipy.stats", "numba", "matplotlib.figure", "sklearn.datasets"),
+    *("rich.console", "msgspec"),
+)
+# Tests of a room, where no test has been seen on a line: compiled code, other processes.
+ROOMS = {
+    "optim/loops": ("unit/optim/test_loop", "unit/optim/test_fused", "unit/optim/test_waves"),
+    "optim/kernels": ("unit/optim/test_kernels",),
+    "optim": ("unit/optim/", "golden/test_optim", "contracts/"),
+    "top level": ("unit/test_", "distributed/test_"),
+    "integrations": ("integrations/",),
+}
+# Numba's cache knows a compiled loop by its own file, not by those that it calls.
+COMPILED = ("optim/loops/", "optim/codes.py", "optim/passes.py", "_rule.py")
+
+
+# --- Coverage ------------------------------------------------------------------------------------
+
+
+def copy_of(work, number):
+    """A clone that faults are planted in; as committed, also if a run was cut short."""
+    copy = work / f"copy{number}"
+    if not copy.exists():
+        git(ROOT, "clone", "--quiet", str(ROOT), str(copy))
+    git(copy, "checkout", "--quiet", "--", ".")
+    (work / "plugin").mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("kill_plugin.py"), work / "plugin")
+    return copy
+
+
+def environment(work, copy, **more):
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [str(copy / "src"), str(work / "plugin"), *filter(None, before)]
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    more = {name: str(value) for name, value in more.items()}
+    return os.environ | one | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path))} | more
+
+
+def cover(work, workers):
+    """Runs the fast tests once, and keeps how each ended and which lines it ran."""
+    for folder in [work / "lines", *work.glob("copy*")]:
+        shutil.rmtree(folder, ignore_errors=True)
+    (work / "lines").mkdir(parents=True)
+    (work / "cover.jsonl").unlink(missing_ok=True)
+    copy = copy_of(work, 0)
+    where = environment(work, copy, KILL_LINES=work / "lines", KILL_REPORT=work / "cover.jsonl")
+    command = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-m", "not slow"]
+    command += ["-n", str(workers), "--dist", "worksteal"]
+    subprocess.run([sys.executable, "-m", "pytest", *command], cwd=copy, env=where, check=False)
+    read_lines(work)
+
+
+def read_lines(work):
+    """Tests by line, as places in a list of sets of tests: many lines have the same."""
+    import coverage
+
+    numbers, sets, files = {}, {}, defaultdict(dict)
+    for part in sorted((work / "lines").glob("lines.*")):
+        data = coverage.CoverageData(str(part))
+        data.read()
+        for file in data.measured_files():
+            own = files[file[file.rindex(str(SOURCE)) :]]
+            for line, tests in data.contexts_by_lineno(file).items():
+                known = {numbers.setdefault(test, len(numbers)) for test in tests if test}
+                own[line] = own.get(line, set()) | known
+    lines = {
+        file: {n: sets.setdefault(tuple(sorted(s)), len(sets)) for n, s in own.items()}
+        for file, own in files.items()
+    }
+    found = {"tests": [*numbers], "sets": [*sets], "lines": lines}
+    (work / "lines.part").write_text(json.dumps(found))
+    (work / "lines.part").replace(work / "lines.json")
+
+
+class Suite:
+    """The fast tests: seconds, and the lines that each covers."""
+
+    def __init__(self, work):
+        self.time = (work / "lines.json").stat().st_mtime
+        found = json.loads((work / "lines.json").read_text())
+        self._tests, self._sets, self._lines = found["tests"], found["sets"], found["lines"]
+        self.cost, self.failed, passed = Counter(), set(), set()
+        for test, phase, outcome, seconds in rows_of(work / "cover.jsonl"):
+            self.cost[test] += seconds
+            if outcome == "failed":
+                self.failed.add(test)
+            if (phase, outcome) == ("call", "passed"):
+                passed.add(test)
+        self.usable = passed - self.failed
+        self.sizes = Counter(test.partition("::")[0] for test in self.usable)
+
+    def covering(self, root, edits):
+        """Tests that run an edit's lines."""
+        found = set()
+        for edit in edits:
+            own = self._lines.get(edit["file"], {})
+            at = place_of((root / edit["file"]).read_text().splitlines(), edit)
+            for line in range(at + 1, at + 1 + len(edit["before"])):
+                numbers = self._sets[own[str(line)]] if str(line) in own else ()
+                found |= {self._tests[number] for number in numbers}
+        return found & self.usable
+
+    def near(self, mutant):
+        """Tests of a mutant's file, if lines of functions were seen, and of its room."""
+        files = {edit["file"] for edit in mutant["edits"]}
+        places = {place for file in files for place in self._lines.get(file, {}).values()}
+        numbers = {number for place in places for number in self._sets[place]}
+        found = {self._tests[number] for number in numbers} & self.usable
+        return found | {test for test in self.usable if test.startswith(homes(mutant["room"]))}
+
+    def spread(self, tests, seconds, room):
+        """Tests of some files in turns, for some seconds.
+
+        The room's own files come first, and those that are most about these lines; in a file
+        the shortest case of every function, then the second ones: the shortest of all are alike.
+        """
+        files, cases, chosen, spent = defaultdict(list), defaultdict(list), [], 0.0
+        for test in sorted(tests, key=lambda test: (self.cost[test], test)):
+            cases[test.partition("[")[0]].append(test)
+        for test in sorted(
+            tests, key=lambda t: (cases[t.partition("[")[0]].index(t), self.cost[t])
+        ):
+            files[test.partition("::")[0]].append(test)
+
+        def about(file):
+            return len(files[file]) / self.sizes[file] * min(len(files[file]), ENOUGH)
+
+        near = sorted(files, key=lambda file: (not file.startswith(homes(room)), -about(file)))
+        turns = [(file, files[file]) for file in near[:FILES]]
+        opening = FILE_COST  # in the first turn
+        while turns and len(chosen) < MOST:
+            left = []
+            for file, queue in turns:
+                cost = self.cost[queue[0]] + opening
+                if spent + cost <= seconds:
+                    chosen.append(queue[0])
+                    spent += cost
+                left.append((file, queue[1:]))
+            turns, opening = [(file, queue) for file, queue in left if queue], 0.0
+        return chosen or sorted(tests, key=lambda test: self.cost[test])[:1]
+
+    def tests_of(self, root, mutant, seconds):
+        """What is run against a mutant."""
+        room, tests = mutant["room"], self.covering(root, mutant["edits"])
+        files = tuple(mutant.get("tests", ()))
+        if not tests:  # mostly what only other processes run
+            files += ("tests/distributed/",)
+        if not tests or room in ("optim/loops", "optim/kernels"):
+            tests |= self.near(mutant)
+        known = {test for test in self.usable if files and test.startswith(files)}
+        first = self.spread(known & tests or known, seconds / 2, room) if known else []
+        spent = sum(self.cost[test] for test in first)
+        return [*first, *self.spread(tests - set(first), seconds - spent, room)]
+
+
+def homes(room):
+    folders = ROOMS.get(room) or (f"unit/{room}/", f"unit/{room.partition('/')[0]}/test_")
+    return tuple(f"tests/{folder}" for folder in folders)
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+def run_tests(copy, tests, limit, options=()):
+    """Runs tests in a fork of this process: failed ones, all that ran, and how it ended."""
+    report, listed = copy.with_suffix(".report"), copy.with_suffix(".tests")
+    report.write_text("")
+    listed.write_text("\n".join(tests))
+    os.environ.update(KILL_REPORT=str(report), KILL_TESTS=str(listed))
+    end, child = time.monotonic() + limit, os.fork()
+    if child == 0:
+        os._exit(in_fork(copy, [*options, *sorted({t.partition("::")[0] for t in tests})]))
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):  # with what tests have left behind
+        os.killpg(child, signal.SIGKILL)
+    status = ended[1] if ended[0] else os.waitpid(child, 0)[1]
+    rows = rows_of(report)
+    began = [row[0] for row in rows if row[1] == "start"]
+    done = {row[0] for row in rows if row[1] == "teardown"}
+    failed = {row[0] for row in rows if row[2] == "failed"}
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, 1, 5):
+        failed |= {test for test in began if test not in done}
+    by = "test" if failed else ""
+    if code < 0:
+        by = "crash" if ended[0] else "time limit"
+    elif not began and code != 5:
+        by = "import"
+    return sorted(failed), began, by
+
+
+def in_fork(copy, arguments):
+    """Pytest as by `python -m pytest`, for the tests' own child processes too."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(copy.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for place, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(file, place)
+    sys.argv, sys.modules["__main__"] = ["pytest"], import_module("pytest.__main__")
+    always = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header"]
+    try:
+        code = int(import_module("pytest").main([*always, *arguments]))
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def attempt(copy, mutant, tests, seconds, options=()):
+    """Plants a mutant, runs tests, and restores the files with their times."""
+    texts, began = planted(copy, mutant), time.monotonic()
+    if texts is None or not tests:
+        return {"id": mutant["id"], "by": "gone" if texts is None else "untested", "killers": []}
+    before = {file: ((copy / file).read_bytes(), (copy / file).stat()) for file in texts}
+    is_compiled = any(part in file for file in texts for part in COMPILED)
+    folder = tempfile.mkdtemp() if is_compiled else ""
+    if folder:
+        os.environ["NUMBA_CACHE_DIR"] = import_module("numba").config.CACHE_DIR = folder
+    try:
+        for file, text in texts.items():
+            (copy / file).write_text(text)
+        limit = 5 * seconds + (500 if folder else 120)
+        killers, ran, by = run_tests(copy, tests, limit, options)
+    finally:
+        # The same times as before: what was compiled of the file holds again.
+        for file, (data, stat) in before.items():
+            (copy / file).write_bytes(data)
+            os.utime(copy / file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if folder:
+            shutil.rmtree(folder)
+            import_module("numba").config.CACHE_DIR = os.environ.pop("NUMBA_CACHE_DIR") and ""
+    spent = round(time.monotonic() - began, 1)
+    return {"id": mutant["id"], "by": by, "killers": killers, "ran": ran, "seconds": spent}
+
+
+def work_off(work, number, workers, seconds, mode):
+    """One worker's share of the mutants that have no line yet."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.path.remove(str(ROOT / "benchmarks"))
+    copy, suite = copy_of(work, number), Suite(work)
+    os.chdir(copy)
+    for name in HEAVY:
+        with suppress(ImportError):
+            import_module(name)
+    found = {row["id"]: row for row in rows_of(work / "results.jsonl")}
+    out = work / f"{'results' if mode == 'run' else mode}.jsonl"
+    done = {row["id"] for row in rows_of(out)}
+    mutants = work / ("after.json" if mode == "after" else "mutants.json")
+    for mutant in json.loads(mutants.read_text())[number::workers]:
+        if (work / "lines.json").stat().st_mtime > suite.time:  # more is known
+            suite = Suite(work)
+        row = found.get(mutant["id"], {})
+        if mutant["id"] in done or (mode == "survivors" and row.get("killers", True)):
+            continue
+        tests, options = [], () if mode == "run" else ("-x",)
+        if planted(copy, mutant) is not None:
+            tests = suite.tests_of(copy, mutant, seconds)
+        if mode == "survivors":
+            tests = [test for test in tests if test not in row["ran"]]
+        if mode == "after":
+            known = [test for test in mutant["killers"] if test in suite.usable]
+            first = suite.spread(known, seconds / 2, mutant["room"]) if known else []
+            tests = [*dict.fromkeys([*first, *tests])]
+        row = attempt(copy, mutant, tests, seconds, options)
+        if mode == "survivors" and not row["killers"]:
+            slow = [
+                str(f.relative_to(copy)) for h in homes(mutant["room"]) for f in copy.glob(h + "*")
+            ]
+            slow = [file for file in slow if Path(file).name.startswith("test_")]
+            row = attempt(copy, mutant, slow, seconds, ("-x", "-m", "slow"))
+            if row["by"] == "time limit":  # they may take as long without a fault
+                row |= {"by": "", "killers": []}
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(number, row["id"], row["by"], len(row["killers"]), row.get("seconds"), flush=True)
+
+
+def start(work, workers, seconds, mode):
+    """Runs the workers, each with a copy of its own."""
+    processes = []
+    for number in range(workers):
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--work",
+            str(work),
+            "--worker",
+            str(number),
+            mode,
+        ]
+        command += ["--workers", str(workers), "--seconds", str(seconds)]
+        where = environment(work, copy_of(work, number))
+        processes.append(subprocess.Popen(command, env=where))
+    for process in processes:
+        process.wait()
+
+
+# --- Tables --------------------------------------------------------------------------------------
+
+
+def draw_all(work):
+    """Both kinds of faults, mixed: a part of them stands for all."""
+    copy = copy_of(work, 0)
+    mutants = [*draw(copy, SEED, DRAWN), *history(copy)]
+    random.Random(SEED).shuffle(mutants)
+    (work / "mutants.json").write_text(json.dumps(mutants))
+
+
+def found_in(work):
+    """Mutants with what is known of them; tests of a second look count, too."""
+    rows = {row["id"]: row for row in rows_of(work / "results.jsonl")}
+    for row in rows_of(work / "survivors.jsonl"):
+        if row["killers"]:
+            rows[row["id"]] |= {"by": row["by"], "killers": row["killers"], "late": True}
+    mutants = json.loads((work / "mutants.json").read_text())
+    return [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
+
+
+def is_killed(mutant):
+    return mutant["by"] in ("test", "crash", "import", "time limit")
+
+
+def table(head, rows):
+    lines = [" | ".join(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def of_groups(mutants, name):
+    groups = defaultdict(list)
+    for mutant in mutants:
+        groups[mutant[name]].append(mutant)
+    rows = [[name, *counts(own)] for name, own in sorted(groups.items())]
+    head = [name, "faults", "killed", "survive", "untested", "median of killers"]
+    return table(head, [*rows, ["all", *counts(mutants)]])
+
+
+def counts(mutants):
+    killed = [len(mutant["killers"]) for mutant in mutants if is_killed(mutant)]
+    untested = sum(mutant["by"] in ("untested", "gone") for mutant in mutants)
+    middle = sorted(killed)[len(killed) // 2] if killed else "-"
+    return len(mutants), len(killed), len(mutants) - len(killed) - untested, untested, middle
+
+
+def row_of(mutant):
+    """Which fault it is, where, and how many tests it met."""
+    edit = mutant["edits"][0]
+    before, after = (" ⏎ ".join(x.strip() for x in edit[way]) for way in ("before", "after"))
+    change = f"`{before[:110]}` -> `{after[:110]}`"
+    if len(mutant["edits"]) > 1:
+        change += f" and {len(mutant['edits']) - 1} more"
+    change = f"{mutant.get('title', '')[:110]} {change}".strip().replace("|", "\\|")
+    place = f"{edit['file'].removeprefix('src/steadygrad/')}:{edit['line']}"
+    return [mutant["id"], place, change, len(mutant.get("ran", ()))]
+
+
+def text_of(work, today):
+    mutants, suite = found_in(work), Suite(work)
+    drawn = [mutant for mutant in mutants if mutant["kind"] != "history"]
+    past = [mutant for mutant in mutants if mutant["kind"] == "history"]
+    kills, ran = Counter(), Counter()
+    for mutant in mutants:
+        kills.update(mutant["killers"] if mutant["by"] == "test" else ())
+        ran.update(mutant.get("ran", ()))
+    alone = {m["killers"][0] for m in mutants if len(m["killers"]) == 1}
+    files = defaultdict(list)
+    for test in ran:
+        files[test.partition("::")[0]].append(test)
+    by_file = [
+        [f"`{file}`", len(own), sum(ran[t] for t in own), sum(kills[t] for t in own)]
+        for file, own in sorted(files.items())
+    ]
+    commit = git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
+    head = f"""# Kill matrix, {today}
+
+Commit {commit}, {len(suite.usable)} fast tests that pass, {sum(suite.cost.values()):,.0f} seconds.
+Each fault meets tests that cover its lines, the shortest of eight files at most in turns."""
+    tests = f"""{len(ran)} tests met a fault, {sum(kills[t] > 0 for t in ran)} killed one;
+{len(alone)} are the only killer of one. Meetings: pairs of a test and a fault."""
+    rows = [row_of(m) for m in mutants if not is_killed(m)]
+    late = [[*row_of(m)[:3], m["by"]] for m in mutants if is_killed(m) and m["by"] != "test"]
+    parts = [head, "## Drawn", of_groups(drawn, "room"), of_groups(drawn, "kind")]
+    parts += ["## Mended faults put back", of_groups(past, "room"), "## Tests", tests]
+    parts += [table(["file", "tests", "meetings", "kills"], by_file)]
+    rows = [[*row, ""] for row in sorted(rows)]
+    parts += ["## Survivors", table(["fault", "place", "change", "tests", "reason"], rows)]
+    parts += ["## Killed otherwise", table(["fault", "place", "change", "by"], late)]
+    return "\n\n".join(parts) + "\n"
+
+
+def matrix_of(work):
+    """What `--after` needs: the patches, and who killed each."""
+    mutants = found_in(work)
+    tests = {test: i for i, test in enumerate(sorted({t for m in mutants for t in m["killers"]}))}
+    keep = ("id", "kind", "room", "title", "tests", "edits", "by")
+    rows = [
+        {name: mutant[name] for name in keep if name in mutant}
+        | {"killers": [tests[test] for test in mutant["killers"]]}
+        for mutant in mutants
+    ]
+    return {"tests": [*tests], "mutants": rows}
+
+
+def compare(work, file, workers, seconds):
+    """Tries a table's killed faults once more, and says which of them nothing kills now."""
+    known = json.loads(file.read_text())
+    mutants = [mutant for mutant in known["mutants"] if is_killed(mutant)]
+    for mutant in mutants:
+        mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
+    (work / "after.json").write_text(json.dumps(mutants))
+    start(work, workers, seconds, "after")
+    rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
+    lost = [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
+    left = [mutant for mutant in lost if mutant["by"] in ("", "untested")]
+    gone = sum(mutant["by"] == "gone" for mutant in lost)
+    print(f"{len(lost)} killed before; {gone} are gone with their code, {len(left)} now survive.")
+    print(table(["fault", "place", "change", "tests"], map(row_of, left)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name in ("cover", "draw", "run", "survivors", "table"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--after", type=Path)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for each fault")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "kill-matrix")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.work = options.work.resolve()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.worker:
+        number, mode = options.worker
+        work_off(options.work, int(number), options.workers, options.seconds, mode)
+    if options.cover:
+        cover(options.work, options.workers)
+    if options.draw:
+        draw_all(options.work)
+    if options.run:
+        start(options.work, options.workers, options.seconds, "run")
+    if options.survivors:
+        start(options.work, options.workers, options.seconds, "survivors")
+    if options.after:
+        compare(options.work, options.after, options.workers, options.seconds)
+    if options.table or options.save:
+        today = datetime.date.today().isoformat()
+        text = text_of(options.work, today)
+        print(text)
+        if options.save:
+            from side_by_side import save
+
+            path = save("kill-matrix", text, today)
+            path.with_suffix(".json").write_text(json.dumps(matrix_of(options.work)))
+            print(path)
