@@ -61,7 +61,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 871,
+    "cli": 872,
     "integrations": 950,
     "studies": 3620,
     "studies/advise": 2287,

@@ -50,7 +50,7 @@ class Monitor:
         self.total, self.printed = total, self.clock()
         self.bar.reset(self.task.id, total=total, completed=done)
         if not self.drawn:
-            self.write(f"{total:,} samples of work, {done:,} of them done")
+            self.write(f"work done: {done:,} of {total:,}")
 
     def advance(self, samples: int, what: str) -> None:
         """Counts work that was done; without a name it is part of the trial before."""

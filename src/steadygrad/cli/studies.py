@@ -173,8 +173,9 @@ def _study(
     deadline, threads = Deadline(), torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
-        monitoring = make_monitor(progress and launched()[0] == 0, deadline.left)
-        with monitoring as monitor, generators_kept(device):
+        # First the generators: Rich draws a number as it is imported.
+        is_shown = progress and launched()[0] == 0
+        with generators_kept(device), make_monitor(is_shown, deadline.left) as monitor:
             outcome = conduct(
                 name,
                 given,

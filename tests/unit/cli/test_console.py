@@ -88,7 +88,7 @@ def test_a_line_every_half_minute(capsys):
         monitor.advance(10, "" if number % 2 else "training\x1b")
     monitor.say("a\nb")
     first, *lines, said = capsys.readouterr().err.splitlines()
-    assert first == "1,000 samples of work, 100 of them done"
+    assert first == "work done: 100 of 1,000"
     assert [" ".join(line.split()) for line in lines] == [
         r"training\x1b 40% 0:01:00 left, budget 9.5 min",
         r"training\x1b 70% 0:00:30 left, budget 9.0 min",
@@ -129,6 +129,6 @@ def test_which_monitor(monkeypatch, capsys):
         monitor.bar.refresh()
     err = capsys.readouterr().err
     assert "steadygrad: a [line]\n" in err
-    assert "samples of work" not in err
+    assert "work done" not in err
     for word in (r"[red]\x1b", " 20%", "left, budget 1.5 min"):
         assert word in err

@@ -24,6 +24,17 @@ from tests.unit.studies.tiny_task import make_task
 PLAIN = {"device": "cpu", "threads": 1, "progress": False}
 
 
+@pytest.mark.slow
+def test_the_first_call_of_a_process_leaves_pythons_generator_as_it_was(tmp_path):
+    """Packages that draw from it are imported then."""
+    script = (
+        "import random, steadygrad; before = random.getstate(); "
+        f"steadygrad.ab(lambda seed: seed % 7, pairs=2, out={str(tmp_path / 'run')!r}); "
+        "assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
 def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
     found = steadygrad.advise(make_task(), budget="2m", out=tmp_path / "run", **PLAIN)
     assert capsys.readouterr() == ("", "")
