@@ -498,5 +498,6 @@ if __name__ == "__main__":
             from side_by_side import save
 
             path = save("kill-matrix", text, today)
-            path.with_suffix(".json").write_text(json.dumps(matrix_of(options.work)))
+            matrix = json.dumps(matrix_of(options.work), separators=(",", ":"))
+            path.with_suffix(".json").write_text(matrix + "\n")
             print(path)
