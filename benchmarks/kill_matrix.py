@@ -249,14 +249,17 @@ def in_fork(copy, arguments):
     return code
 
 
+def is_compiled(mutant):
+    return any(part in edit["file"] for edit in mutant["edits"] for part in COMPILED)
+
+
 def attempt(copy, mutant, tests, seconds, options=()):
     """Plants a mutant, runs tests, and restores the files with their times."""
     texts, began = planted(copy, mutant), time.monotonic()
     if texts is None or not tests:
         return {"id": mutant["id"], "by": "gone" if texts is None else "untested", "killers": []}
     before = {file: ((copy / file).read_bytes(), (copy / file).stat()) for file in texts}
-    is_compiled = any(part in file for file in texts for part in COMPILED)
-    folder = tempfile.mkdtemp() if is_compiled else ""
+    folder = tempfile.mkdtemp() if is_compiled(mutant) else ""
     if folder:
         os.environ["NUMBA_CACHE_DIR"] = import_module("numba").config.CACHE_DIR = folder
     try:
@@ -298,7 +301,8 @@ def work_off(work, number, workers, seconds, mode):
             continue
         tests, options = [], () if mode == "run" else ("-x",)
         if planted(copy, mutant) is not None:
-            tests = suite.tests_of(copy, mutant, seconds)
+            # Loops are compiled anew, which takes longer than the tests.
+            tests = suite.tests_of(copy, mutant, seconds / (4 if is_compiled(mutant) else 1))
         if mode == "survivors":
             tests = [test for test in tests if test not in row["ran"]]
         if mode == "after":
@@ -494,5 +498,6 @@ if __name__ == "__main__":
             from side_by_side import save
 
             path = save("kill-matrix", text, today)
-            path.with_suffix(".json").write_text(json.dumps(matrix_of(options.work)))
+            matrix = json.dumps(matrix_of(options.work), separators=(",", ":"))
+            path.with_suffix(".json").write_text(matrix + "\n")
             print(path)
