@@ -22,7 +22,7 @@ def step(balancer, rank=0, call="fork", **options):
     """One step of losses by the balancer's names; the error it raises, or None."""
     y = draw(2, 5, seed=rank).requires_grad_()
     seen = y * 1
-    losses = lambda ys: {k: (i * ys[k]).square().sum() for i, k in enumerate(ys, 1)}  # noqa: E731
+    losses = lambda ys: {k: (i * ys[k]).square().sum() for i, k in enumerate(ys, 1)}
     try:
         go_back(balancer, seen, losses, call, **options)
     except InputError as error:

@@ -33,15 +33,15 @@ def distributed(rank, world, kind, micros, sizes=None, source="microbatch", metr
     accumulate = Nothing
     if kind == "ddp":
         model = DistributedDataParallel(model)
-        accumulate = lambda last: Nothing() if last else model.no_sync()  # noqa: E731
+        accumulate = lambda last: Nothing() if last else model.no_sync()
     elif kind == "replicate":
         replicate(model)
-        accumulate = lambda last: FsdpSync(model, last)  # noqa: E731
+        accumulate = lambda last: FsdpSync(model, last)
     else:
         mesh = hsdp_mesh(world) if kind == "hsdp" else None
         shard(model, mesh)
         if source == "microbatch":
-            accumulate = lambda last: FsdpSync(model, last)  # noqa: E731
+            accumulate = lambda last: FsdpSync(model, last)
     optimizer = make_optimizer(model, metric)
     options = {"metric": metric, "optimizer": optimizer} if metric != "euclidean" else {}
     noise = NoiseScale(model, source=source, **options)

@@ -17,7 +17,7 @@ class Trace:
         for name, module in model.named_modules():
             hooks = [module.register_forward_hook(lambda _, __, y, name=name: self.see(name, y))]
             if not [*module.children()]:
-                enter = lambda _, args, name=name: self.enter(name, args)  # noqa: E731
+                enter = lambda _, args, name=name: self.enter(name, args)
                 hooks.append(module.register_forward_pre_hook(enter))
             self.handles += hooks
 

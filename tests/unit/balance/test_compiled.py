@@ -99,7 +99,7 @@ def test_losses_that_share_a_compiled_head(donated):
         compiled(draw(4, 7).requires_grad_()).mean().backward()
         balancer, source = LossBalancer({"a": 1, "b": 1}), draw(4, 7).requires_grad_()
         y = source * 1
-        shared = lambda h, ys: {"a": h(ys)[:, 0].mean(), "b": (3 * h(ys)[:, 1]).mean()}  # noqa: E731
+        shared = lambda h, ys: {"a": h(ys)[:, 0].mean(), "b": (3 * h(ys)[:, 1]).mean()}
         out = compiled(y)
         losses = shared(lambda _: out, y)
         if donated:
@@ -111,7 +111,7 @@ def test_losses_that_share_a_compiled_head(donated):
             go_back(balancer, y, lambda ys: {k: shared(compiled, ys[k])[k] for k in ys}, "fork")
         else:
             balancer.backward(losses, y)
-    plain = lambda ys: {k: shared(head, ys[k])[k] for k in ys}  # noqa: E731
+    plain = lambda ys: {k: shared(head, ys[k])[k] for k in ys}
     expected = gradient_handed_on(LossBalancer({"a": 1, "b": 1}), plain, draw(4, 7))
     torch.testing.assert_close(source.grad, expected, **CLOSE)
 

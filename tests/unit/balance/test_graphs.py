@@ -51,7 +51,7 @@ def test_a_nest_is_balanced_like_its_concatenation(call, per_item):
 @CALLS
 def test_a_tensor_that_is_there_twice_counts_once(call):
     y = draw(4, 7).requires_grad_()
-    losses = lambda ys: {"a": ys["a"]["again"][0].sum(), "b": 3 * ys["b"]["wave"].sum()}  # noqa: E731
+    losses = lambda ys: {"a": ys["a"]["again"][0].sum(), "b": 3 * ys["b"]["wave"].sum()}
     go_back(LossBalancer({"a": 1, "b": 1}), {"wave": y, "again": [y, 5]}, losses, call)
     # Both point the same way: every item's norm is the total.
     torch.testing.assert_close(y.grad.norm(dim=1), torch.ones(4).double(), rtol=1e-9, atol=0)
@@ -112,7 +112,7 @@ def test_graphs_are_kept_on_request():
 def test_heads_get_an_ordinary_backward_pass_through_a_fork():
     """Their plain gradient, added to what is there; hooks of DDP and others run once."""
     trunk, heads = trunk_and_heads()
-    losses = lambda ys: {k: head(trunk(ys[k])).square().mean() for k, head in heads.items()}  # noqa: E731
+    losses = lambda ys: {k: head(trunk(ys[k])).square().mean() for k, head in heads.items()}
     y = draw(4, 7)
     sum(losses({"a": y, "b": y}).values()).backward()
     parameters = [*trunk.parameters(), *heads["a"].parameters(), *heads["b"].parameters()]

@@ -143,7 +143,7 @@ def test_only_losses_of_weight_zero():
 @CALLS
 def test_a_batch_independent_norm_needs_one_number_of_items(call):
     y = [draw(4, 7).requires_grad_(), draw(2, 7).requires_grad_()]
-    losses = lambda ys: {"a": ys["a"][0].sum() + ys["a"][1].sum()}  # noqa: E731
+    losses = lambda ys: {"a": ys["a"][0].sum() + ys["a"][1].sum()}
     whole = {"weights": {"a": 1}, "per_batch_item": False}
     with pytest.raises(InputError, match="batch_independent"):
         go_back(LossBalancer(**whole, batch_independent=True), y, losses, call)

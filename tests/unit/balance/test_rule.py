@@ -49,7 +49,7 @@ def test_both_calls_are_the_literal_rule(options):
     balancer, forked = LossBalancer(WEIGHTS, **options), LossBalancer(WEIGHTS, **options)
     for step in range(6):
         y, target = draw(4, 7, seed=step) * (step + 1), draw(4, 7, seed=100 + step)
-        losses = lambda ys, t=target: losses_of(ys, t)  # noqa: E731
+        losses = lambda ys, t=target: losses_of(ys, t)
         got = gradient_handed_on(balancer, losses, y)
         assert torch.equal(gradient_handed_on(forked, losses, y, "fork"), got)
         ((expected,),) = reference.step([reference_gradients(losses, y)], [4])
@@ -66,7 +66,7 @@ def test_micro_batches_follow_the_literal_rule():
         micros, got = [], []
         for part, names in enumerate(there):
             y = draw(4, 7, seed=100 + 10 * step + part)
-            some = lambda ys, n=names: losses_of({k: ys[k] for k in n})  # noqa: E731
+            some = lambda ys, n=names: losses_of({k: ys[k] for k in n})
             third = times(1 / 3, some)
             got.append(3 * gradient_handed_on(balancer, third, y, accumulation_steps=3))
             micros.append(reference_gradients(some, y))
@@ -88,7 +88,7 @@ def test_norm_of_the_sum(cosine, expected):
     """Two losses with gradients of norm 1e-3 and 50, one item."""
     a = torch.tensor([1.0, 0.0], dtype=torch.float64)
     b = torch.tensor([cosine, (1 - cosine**2) ** 0.5], dtype=torch.float64)
-    losses = lambda ys: {"a": 1e-3 * (ys["a"] @ a).sum(), "b": 50 * (ys["b"] @ b).sum()}  # noqa: E731
+    losses = lambda ys: {"a": 1e-3 * (ys["a"] @ a).sum(), "b": 50 * (ys["b"] @ b).sum()}
     balancer = LossBalancer({"a": 1, "b": 3}, monitor=True)
     got = gradient_handed_on(balancer, losses, draw(1, 2))
     assert got.norm().item() == pytest.approx(expected, rel=1e-9)
@@ -127,7 +127,7 @@ def test_passes_encodecs_own_test(balance_grads, expected):
 
 
 def test_float16_outputs_with_tiny_gradients():
-    tiny = lambda ys: {"a": (ys["a"] * 2.0**-20).sum(), "b": (ys["b"] * 2.0**-3).sum()}  # noqa: E731
+    tiny = lambda ys: {"a": (ys["a"] * 2.0**-20).sum(), "b": (ys["b"] * 2.0**-3).sum()}
     balancer = LossBalancer({"a": 1, "b": 1}, total_norm=10.0)
     got = gradient_handed_on(balancer, tiny, draw(4, 7).half())
     assert balancer.metrics["scale_a"] > 65504

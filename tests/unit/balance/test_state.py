@@ -55,7 +55,7 @@ def test_killed_and_resumed_to_the_bit(call, tmp_path):
         model, balancer, optimizer = parts
         for step in steps:
             target = draw(6, 7, seed=50 + step) * (20 if step % 3 == 2 else 1)
-            losses = lambda ys, t=target: losses_of(ys, t)  # noqa: E731
+            losses = lambda ys, t=target: losses_of(ys, t)
             go_back(balancer, model(draw(6, 5, seed=step)), losses, call)
             optimizer.step()
             optimizer.zero_grad()

@@ -270,7 +270,7 @@ def test_a_parameter_that_took_no_part_is_as_it_was_for_autograd(mode, dtype):
 def looked(*counts, ready=True):
     """Warnings of a monitor that looks at these counts, one interval after the other."""
     monitor, event = SkipMonitor("LANS"), SimpleNamespace(query=lambda: ready)
-    copied = lambda count: SimpleNamespace(numbers=count.clone(), event=event)  # noqa: E731
+    copied = lambda count: SimpleNamespace(numbers=count.clone(), event=event)
     with patch.object(skipping, "HostCopy", copied), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for count in counts:

@@ -121,7 +121,7 @@ def test_hostile_names_run_nothing_and_do_not_widen_the_page(
     script = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
 
     said = {"answer": script, "remarks": ("z" * 500, script)}
-    change = lambda *run: replace(summarize(*run), **said)  # noqa: E731
+    change = lambda *run: replace(summarize(*run), **said)
     monkeypatch.setattr("steadygrad.studies.page.summarize", change)
     task = {"name": script + "x" * 300, "sample": script, "provenance": {"y" * 99: "y" * 3000}}
     look = Look(render(made_run(task=task)), tmp_path)

@@ -143,7 +143,7 @@ def test_no_alarm_for_parametrized_weights_or_a_second_scaler():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     parametrize.register_parametrization(model[0].lin, "weight", Double())
-    loss = lambda model: model(torch.ones(2, 6)).sum()  # noqa: E731
+    loss = lambda model: model(torch.ones(2, 6)).sum()
     plain = unscaled_gradients(model, {}, loss)
     model.zero_grad()
     other = LayerwiseGradScaler(model, {"1": 4.0})

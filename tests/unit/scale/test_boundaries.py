@@ -137,7 +137,7 @@ def test_scales_whose_product_no_float32_holds(scales, loss_scale):
         model = torch.nn.Sequential(
             linear(4, 4), torch.nn.Sequential(*(linear(4, 4) for _ in range(2)))
         )
-        loss = lambda model: model(torch.ones(3, 4)).square().sum()  # noqa: E731
+        loss = lambda model: model(torch.ones(3, 4)).square().sum()
         return unscaled_gradients(model, scales, loss, init_scale=loss_scale)
 
     expected = gradients({}, 1.0)

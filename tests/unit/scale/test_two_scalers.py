@@ -143,7 +143,7 @@ def test_a_gradient_that_is_handed_on_by_hand_is_unscaled_rightly():
     out.backward(cut.grad)
     scaler.unscale_(optimizer)
     found = {name: p.grad for name, p in model.named_parameters()}
-    loss = lambda model: model(torch.ones(3, 4)).square().mean()  # noqa: E731
+    loss = lambda model: model(torch.ones(3, 4)).square().mean()
     assert_equal(found, unscaled_gradients(make()[0], {}, loss))
 
 

@@ -1,4 +1,4 @@
-"""Commands of a shell that are run to their end, and the metric in what they print."""
+"""Runs shell commands to their end, and reads the metric in their output."""
 
 import json
 import math
@@ -71,7 +71,9 @@ def metric_of(text: str, metric: str) -> float | None:
     """
     with suppress(ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         if "(" not in metric:
-            lines = re.findall(rf'.*"{re.escape(metric)}" *:.*', text)
+            # JSON may escape a letter.
+            names = "|".join(map(re.escape, (metric, json.dumps(metric)[1:-1])))
+            lines = re.findall(rf'.*"(?:{names})" *:.*', text)
             return float(json.loads(lines[-1])[metric])
         last = [*re.finditer(metric, text)][-1]
         first, after = last.start(1), text[last.end(1) :]

@@ -54,7 +54,7 @@ class Evidence:
         return found._replace(decided=found.decided & (not self.is_itself))
 
     def comparison(self, arm: int) -> Comparison:
-        """What is known of a B at the first verdict, or now."""
+        """The comparison of a B with A at the first verdict, or now."""
         course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
         found: dict[str, Any] = {"name": self.names[arm], "verdict": "cannot tell"}
         if not len(a):

@@ -50,12 +50,12 @@ class Settings(shared.CommonSettings):
 
     @property
     def words(self) -> list[str]:
-        """What the command line names."""
+        """The words of the command line."""
         return shlex.split(self.task)
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What is compared, and amounts of work: ``samples`` of a task's training, 0 without one."""
+    """The arms, and amounts of work: ``samples`` of a task's training, 0 without one."""
 
     arms: Annotated[tuple[str, ...], Meta(min_length=2)]
     samples: Count

@@ -56,7 +56,8 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
     others = [arm for arm in arms if isinstance(arm, str) or callable(arm)]
     if len(arms) not in (len(tasks), len(others)):
         raise InputError(
-            f"Expected tasks, or functions. Found {len(tasks)} tasks of {len(arms)}. Remedy: one."
+            f"Expected tasks only, or functions only. Found {len(tasks)} tasks of {len(arms)}. "
+            "Remedy: a function that trains the task."
         )
     given: dict[str, Any] = {f.name: getattr(t, f.name) for t in tasks[:1] for f in fields(Task)}
     names = [getattr(arm, "__qualname__", "") for arm in others]
@@ -71,13 +72,14 @@ def arms_of(arms: Sequence[Arm]) -> Arms:
 
 
 def load(settings: Settings, files: Mapping[str, str]) -> Arms:
-    """What the settings name; functions in files are at the places in ``files``."""
+    """The arms that the settings name; functions in files are at the places in ``files``."""
     words, metric = settings.words, settings.metric
     if not metric and any("{seed}" in word for word in words):
         raise InputError("Expected --metric with commands. Found none. Remedy: --metric KEY.")
     with guarded(f"--metric {metric}"):
         if "(" in metric and (groups := re.compile(metric).groups) != 1:
-            raise InputError(f"Expected --metric with one group. Found {groups}. Remedy: (?:...).")
+            say = f"Expected one group in --metric. Found {groups}. Remedy: (?:...) for the others."
+            raise InputError(say)
     return arms_of(words if metric else [load_arm(files.get(word, word)) for word in words])
 
 

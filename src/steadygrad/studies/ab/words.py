@@ -59,7 +59,7 @@ def remarks(s: Summary) -> tuple[str, ...]:
 
 
 def table(s: Summary) -> Table:
-    """What was compared, and what a run takes."""
+    """The table of arms: verdict, metric, and seconds of a run."""
     heads = ("", "what", "verdict", "metric", "minus A", "runs")
     rows = []
     for arm, found in zip(s.arms, (None, *s.findings), strict=True):

@@ -25,6 +25,7 @@ def run(command, cwd=".", poll=lambda: None, **settings):
         ('{"x": 1}\n{"x": 0.5, "y": 2}\n{"y": 3}\nnot json\n[1]\n7', "x", 0.5),
         ('{"x": 1}\n{"x": null}', "x", None),
         ('{"x": 1}\n{"x": -nan}', "x", None),
+        ('{"\\u00e9": 2}', "é", 2.0),
         ('{"x": 1}\n{"x": 0.5, "y": "\u2028"}', "x", 0.5),
         ('{"a/b": "3"}', "a/b", 3.0),
         ("x 1", "x", None),

@@ -224,7 +224,7 @@ def test_no_finding_contradicts_another(seed):
         return math.inf if random.Random(f"{seed}{fields}").random() < lost else curve(**fields)
 
     plan = planned(seeds=generator.choice([2, 5, 10]))
-    kept = lambda event: random.Random(f"{seed}{event.key}").random() >= part  # noqa: E731
+    kept = lambda event: random.Random(f"{seed}{event.key}").random() >= part
     found = summary(plan, loss_of, keep=kept)
     for row in found.verdicts:
         assert (row.verdict == "better") == (row.high < 0)
