@@ -1,7 +1,6 @@
 """`NoiseScale` over many steps: known truth, forgetting, saving, going on, drifting."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.estimate import empty_ring, estimate_from, push, skipped_in
-from tests.unit.noise.test_drift import course_of, histories
+from tests.unit.noise.test_intervals import course_of, histories
 from tests.unit.noise.training_loop import (
     accumulate,
     found,
@@ -121,13 +120,6 @@ def test_skipped_steps_leave_the_forward_passes_alone():
     for _ in range(4):
         measure(noise, model, x, y, [5, 5])
     assert tapped == [True] * 2 + [False] * 4 + [True] * 2
-    other = NoiseScale(make()[0], source="per_example", every=3)
-    other.load_state_dict(noise.state_dict())
-    assert not other._source._taps.enabled
-    noise.reset()
-    tapped.clear()
-    measure(noise, model, x, y, [5, 5])
-    assert tapped == [True] * 2
 
 
 def test_an_overflowed_step_is_left_out_and_counted():
@@ -140,63 +132,41 @@ def test_an_overflowed_step_is_left_out_and_counted():
     accumulate(model, x, y, noise)
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # which is then no alteration
     noise.step()
-    # All but one step older.
-    assert noise.estimate().as_dict() == {
-        **before,
-        "age": 1.0,
-        "skipped": 1,
-        "selected": pytest.approx(1 / 1.99),
-    }
+    selected = pytest.approx(1 / 1.99)
+    expected = {**before, "age": 1.0, "skipped": 1, "selected": selected}
+    assert noise.estimate().as_dict() == expected
     assert (before["measurements"], left_out(noise)) == (1, (1, 0))
 
 
 # Drift
 
 
-def pushed(growths):
-    """A ring of 250 measurements, with a group for each course of the noise scale."""
-    ring = empty_ring(689, len(growths), torch.device("cpu"))
-    series = [histories(course_of(g, 250, 100), 2.0, 1, seed=5) for g in growths]
-    noise, signal = (torch.cat(rows).flip(-1) for rows in zip(*series, strict=True))
+def test_while_it_drifts_the_estimate_is_of_the_newest_measurements():
+    """Of each group by itself, and never with `drift=False`, whose states are the same."""
+    # The most measurements: a quarter of a half, as the whole is known to drift.
+    groups = {"none": 250, "exponential": 250 / 8}
+    series = [histories(course_of(g, 250, 100), 2.0, 1, seed=5) for g in groups]
+    noises, signals = (torch.cat(rows).flip(-1) for rows in zip(*series, strict=True))
+    ring, count = empty_ring(689, 2, torch.device("cpu"))
     for t in range(250):
-        push(*ring, (signal[:, t], noise[:, t]))
-    return ring
-
-
-def mean_age(n):
-    age = torch.arange(n, dtype=torch.float64)
-    return pytest.approx((0.99**age @ age / (0.99**age).sum()).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("growth", ["none", "exponential"])
-def test_while_it_drifts_the_estimate_is_of_the_newest_measurements(growth):
-    noises = [NoiseScale(nn.Linear(2, 1, bias=False).double(), drift=way) for way in (True, False)]
-    ring, count = pushed([growth])
-    for noise in noises:  # of one format, with or without drift
+        push(ring, count, (signals[:, t], noises[:, t]))
+    model = nn.ModuleDict({group: nn.Linear(2, 1, bias=False) for group in groups})
+    found = []
+    for drift in (True, False):
+        noise = NoiseScale(model, drift=drift)
         noise.load_state_dict({**noise.state_dict(), "ring": ring, "pushed": count})
-    got, whole = (noise.estimate() for noise in noises)
-    assert got.low < 128 < got.high
-    assert got.age.item() == mean_age(got.measurements.item())
-    assert (whole.drifting.item(), whole.measurements.item()) == (False, 250)
-    assert whole.age.item() == mean_age(250)
-    if growth == "none":
-        assert (got.drifting.item(), got.measurements.item()) == (False, 250)
-    else:
-        assert got.drifting
-        assert got.measurements <= 250 / 8  # a quarter of a half: the whole is known to drift
-        assert whole.value < 90  # the average's
-
-
-def test_each_group_is_judged_by_itself_and_numbers_are_plain():
-    got = estimate_from(*pushed(["none", "exponential"]), 0.99, 0.95, groups=["a", "b"])
-    groups = got.by_group.values()
-    assert [g.drifting.item() for g in groups] == [False, True]
-    assert [g.measurements.item() < 250 for g in groups] == [False, True]
-    assert got.by_group["b"].age < got.by_group["a"].age
-    assert all(g.low < 128 < g.high for g in groups)
-    numbers = got.by_group["b"].as_dict()
-    assert numbers["drifting"] is True
-    assert json.loads(json.dumps(numbers)) == numbers
+        found.append(noise.estimate().by_group)
+    got, whole = found
+    assert [group.drifting.item() for group in got.values()] == [False, True]
+    for name, most in groups.items():
+        group = got[name]
+        assert group.low < 128 < group.high
+        assert group.measurements <= most
+        ages = torch.arange(group.measurements, dtype=torch.float64)
+        age = (0.99**ages @ ages / (0.99**ages).sum()).item()
+        assert group.age.item() == pytest.approx(age, rel=1e-12)
+        assert (whole[name].drifting.item(), whole[name].measurements.item()) == (False, 250)
+    assert whole["exponential"].value < 90  # the average's
 
 
 def test_nothing_waits_for_the_device():

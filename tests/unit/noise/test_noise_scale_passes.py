@@ -15,6 +15,7 @@ from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from tests.unit.noise.training_loop import (
     COUNTS,
+    Preconditioned,
     Shared,
     accumulate,
     found,
@@ -24,37 +25,22 @@ from tests.unit.noise.training_loop import (
     make,
 )
 
-
-def with_contexts(noise, backwards, sizes):
-    for backward, size in zip(backwards, sizes, strict=True):
-        with noise.microbatch(size):
-            backward()
-    noise.step()
-
-
-def told_before(noise, backwards, sizes):
-    for backward, size in zip(backwards, sizes, strict=True):
-        noise.samples(size)
-        backward()
-    noise.step()
-
-
-def alone(noise, backwards, sizes):
-    for backward in backwards:
-        backward()
-    noise.step()
-
-
-RUNS = [with_contexts, told_before, alone]
+# How passes become micro-batches: in contexts, announced, or found with `samples` alone.
+RUNS = ["contexts", "told", "alone"]
 
 
 def measured(run, model, backwards, sizes, steps=2, **options):
-    """The measurements of some steps, of which none is left out; `alone` knows the sizes."""
+    """The measurements of some steps, of which none is left out."""
     known = iter(sizes * steps)
-    noise = NoiseScale(model, samples=(lambda: next(known)) if run is alone else None, **options)
+    noise = NoiseScale(model, samples=(lambda: next(known)) if run == "alone" else None, **options)
     for _ in range(steps):
         model.zero_grad()
-        run(noise, backwards, sizes)
+        for backward, size in zip(backwards, sizes, strict=True):
+            if run == "told":
+                noise.samples(size)
+            with noise.microbatch(size) if run == "contexts" else nullcontext():
+                backward()
+        noise.step()
     assert left_out(noise) == (0, 0)
     noise.remove()
     return found(noise)
@@ -90,10 +76,7 @@ def test_micro_batches_are_found(kind):
     x[:2, 0], x[2:7, 0] = 1, -1  # of different experts
     options = {}
     if kind == "preconditioned":
-        optimizer = torch.optim.Adam(model.parameters())
-        losses(model, x, y).mean().backward()
-        optimizer.step()
-        options = {"metric": "preconditioned", "optimizer": optimizer}
+        options = {"metric": "preconditioned", "optimizer": Preconditioned(model)}
     backwards = backwards_of(model, x, y, COUNTS)
     contexts, *others = (measured(run, model, backwards, COUNTS, **options) for run in RUNS)
     assert torch.isfinite(contexts[:2]).all()
@@ -113,11 +96,11 @@ def test_reentrant_checkpoints_belong_to_the_pass_around_them(head):
     model.head.requires_grad_(head)
     backwards = backwards_of(model, x, y)
     if head:
-        contexts = measured(with_contexts, model, backwards, [5, 5])
-        assert torch.equal(measured(alone, model, backwards, [5, 5]), contexts)
+        contexts = measured("contexts", model, backwards, [5, 5])
+        assert torch.equal(measured("alone", model, backwards, [5, 5]), contexts)
     else:
         with pytest.raises(InputError, match="use_reentrant"):
-            measured(alone, model, backwards, [5, 5])
+            measured("alone", model, backwards, [5, 5])
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -145,28 +128,27 @@ def test_a_micro_batch_without_samples_is_no_part(run):
     assert torch.equal(measured(run, model, [first, empty, second, empty], [5, 0, 5, 0]), plain)
 
 
-def fail_halfway(model, x, y, noise):
-    """A backward pass that dies after some parameters have received their gradients."""
-    hidden = model[:2](x)
-    hidden.register_hook(lambda _: 1 / 0)
-    loss = (model[2:](hidden) - y).square().sum(-1).mean() / 2
-    with pytest.raises(ZeroDivisionError), noise.microbatch(5) if noise else nullcontext():
-        loss.backward()
-
-
 @pytest.mark.parametrize("source", ["found", "microbatch", "accumulated", "per_example"])
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_a_pass_that_failed_spoils_only_its_step(source, when):
+    """One that dies after some parameters have received their gradients."""
     model, x, y = make()
     noise = NoiseScale(model, **({"samples": 5} if source == "found" else {"source": source}))
     around = None if source == "found" else noise
+
+    def fail_halfway():
+        hidden = model[:2](x[:5])
+        hidden.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError), noise.microbatch(5) if around else nullcontext():
+            model[2:](hidden).sum().backward()
+
     for fails in (False, True, False):
         model.zero_grad()
         if fails and when == "first":
-            fail_halfway(model, x[:5], y[:5], around)
+            fail_halfway()
         accumulate(model, x, y, around)
         if fails and when == "last":
-            fail_halfway(model, x[:5], y[:5], around)
+            fail_halfway()
         noise.step()
     ring = found(noise)
     assert torch.isfinite(ring[:3]).flatten(1).all(1).tolist() == [True, False, True]
@@ -187,11 +169,6 @@ def test_a_weight_on_the_device_equals_the_number():
         noise.step()
     # 1e-6: the weights are quotients in float32 in one of them.
     assert last(noises[1]) == pytest.approx(last(noises[0]), rel=1e-6)
-
-
-def test_a_negative_weight_on_the_device_leaves_the_step_out():
-    model, x, y = make()
-    noise = NoiseScale(model)
     for weight in (0.8, -0.2):
         noise.samples(5, weight=torch.tensor(weight))
         (losses(model, x[:5], y[:5]).mean() * weight).backward()
@@ -199,27 +176,14 @@ def test_a_negative_weight_on_the_device_leaves_the_step_out():
     assert left_out(noise) == (1, 0)
 
 
-@pytest.mark.parametrize("source", ["per_example", "accumulated"])
-def test_other_sources_ask_for_the_context(source):
-    model, x, y = make()
-    noise = NoiseScale(model, source=source, samples=5)
-    noise.samples(5)
-    accumulate(model, x, y)
-    with pytest.raises(InputError, match="microbatch"):
-        noise.step()
-
-
 @pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph")
 def test_gradients_of_gradients_leave_no_graph_behind():
     model, x, y = make()
-    plain, noise = NoiseScale(model), NoiseScale(model, samples=5)
+    noise = NoiseScale(model, samples=5)
     for a, b in zip(x.split(5), y.split(5), strict=True):
-        loss = losses(model, a, b).mean() / 2
-        with plain.microbatch(5):
-            loss.backward(create_graph=True)
-    plain.step()
+        (losses(model, a, b).mean() / 2).backward(create_graph=True)
     noise.step()
-    assert torch.equal(found(plain), found(noise))
+    assert left_out(noise) == (0, 0)
     assert not found(noise).requires_grad
     for p in model.parameters():
         p.grad = None  # or the graph refers to itself
@@ -256,15 +220,17 @@ def test_an_estimator_that_ends_leaves_no_hooks(source, ends):
     assert hooks() == 0
 
 
-def test_a_measured_model_is_copied_and_saved_like_any_other():
+@pytest.mark.parametrize("source", ["microbatch", "per_example"])
+def test_a_measured_model_is_copied_and_saved_like_any_other(source):
     model, x, y = make()
-    noise = NoiseScale(model, samples=5)
+    noise = NoiseScale(model, samples=5, source=source)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         accumulate(other, x, y)
     assert noise._sums.parts == 0
+    assert b"ExampleNorms" not in file.getvalue()
 
 
 def test_passes_without_a_step_hold_no_memory():
@@ -283,15 +249,6 @@ def test_passes_without_a_step_hold_no_memory():
     assert noise._sums.parts == 60
 
 
-class Moved(torch.optim.SGD):
-    """An optimizer whose moments are there from the beginning."""
-
-    def __init__(self, model):
-        super().__init__(model.parameters(), lr=0.0)
-        for p in model.parameters():
-            self.state[p] = {"square_avg": torch.ones_like(p)}
-
-
 @pytest.mark.parametrize(
     ("kind", "source", "metric"),
     [
@@ -308,7 +265,7 @@ def test_sparse_gradients_are_measured_like_dense_ones(kind, source, metric):
         torch.manual_seed(0)
         table = kind(9, 4, sparse=sparse)
         model = nn.ModuleList([table, nn.Linear(4, 1)]).double()
-        noise = NoiseScale(model, source=source, metric=metric, optimizer=Moved(model))
+        noise = NoiseScale(model, source=source, metric=metric, optimizer=Preconditioned(model))
         for step in x:
             model.zero_grad()
             for part in step:

@@ -1,7 +1,6 @@
 """Taps against a loop that runs the model on one example at a time, and what they refuse."""
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from steadygrad._checks import InputError
-from steadygrad.noise import per_example
 from steadygrad.noise.per_example import ExampleNorms
 
 # float64 throughout unless a test says otherwise; sums have at most some thousand terms.
@@ -99,14 +97,7 @@ def gradients(model: nn.Module) -> Norms:
 
 
 def assert_same(found: Norms, expected: Norms, **tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name],
-            value,
-            **(tolerance or TIGHT),
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+    torch.testing.assert_close(found, expected, **(tolerance or TIGHT))
 
 
 def assert_measures(model: nn.Module, batch: Tensor) -> None:
@@ -145,22 +136,6 @@ def test_frozen_parameters_are_left_out(frozen: str):
     assert_measures(model, batch)
 
 
-def test_forward_passes_ahead_of_backward_passes():
-    """Pipelined micro-batches: two forward passes, then two recordings; one that is not measured.
-
-    The calls that the latter made are forgotten: nothing is held as if the layers were reused.
-    """
-    model, batches = Tiny(tie=True, reuse=2), [rows_of(14), rows_of(14)]
-    taps = ExampleNorms(model)
-    loss_of(model, batches[0]).backward()
-    values = [loss_of(model, batch) for batch in batches]
-    for value, batch in zip(values, batches, strict=True):
-        expected = looped(model, batch)
-        with taps.recording(BATCH) as found:
-            value.backward()
-        assert_same(found, expected)
-
-
 @pytest.mark.parametrize("forward_first", [True, False])
 def test_two_losses_of_the_same_examples_in_one_recording(forward_first: bool):
     model, batch = Tiny(), rows_of(5)
@@ -185,34 +160,27 @@ def test_two_losses_of_the_same_examples_in_one_recording(forward_first: bool):
 # torch warns of a checkpoint that has nothing to differentiate.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
-def test_only_layers_in_use_several_times_hold_matrices(monkeypatch, mode: str):
+def test_only_layers_in_use_several_times_hold_matrices(mode: str):
     """Neither recomputation, nor passes that nobody measured, make a layer look reused."""
     model, batch = Tiny(mode=mode), rows_of(5)
-    taps, held, add = ExampleNorms(model), set(), per_example._add
-    expected = looped(model, batch)
+    taps = ExampleNorms(model)
 
-    def spy(sums: Norms, name: str, value: Tensor) -> None:
-        if sums is taps._held and value.dim() > 2:
-            held.add(name)
-        add(sums, name, value)
+    def held() -> set[str]:
+        loss = loss_of(model, batch)
+        with taps.recording(BATCH):
+            loss.backward()
+            return {name for name, each in taps._held.items() if each.dim() > 2}
 
-    monkeypatch.setattr(per_example, "_add", spy)
     for _ in range(2):
         loss_of(model, batch).backward()
-        assert_same(measured(taps, model, batch), expected)
-        model.eval()
-        with torch.no_grad(), torch.inference_mode():
-            assert not model(batch).requires_grad
+        assert held() == set()
+        with torch.inference_mode():
+            model.eval()(batch)
         model.train()
-    assert held == set()
+    # A call without gradients may be checkpointing's: it counts, for one recording.
     with torch.no_grad():
         model.head(torch.zeros(BATCH, 1, WIDTH))
-    measured(taps, model, batch)
-    # A call without gradients may be checkpointing's: it counts, for one recording.
-    assert held == {"head.weight"}
-    held.clear()
-    measured(taps, model, batch)
-    assert held == set()
+    assert [held(), held()] == [{"head.weight"}, set()]
 
 
 def test_what_is_compared_is_one_gradient_not_one_for_each_example(monkeypatch):
@@ -235,53 +203,17 @@ def test_empty_batch():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("around", ["both", "backward"])
-def test_autocast(dtype: torch.dtype, around: str):
+def test_autocast(dtype: torch.dtype):
     """Inputs and output gradients differ in dtype; backward may run inside autocast as well."""
     torch.set_default_dtype(torch.float32)
-    layers = [nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
-    # Between layers autocast would round gradients itself.
-    model = nn.Sequential(*(layers if around == "both" else layers[2:]))
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     batch = torch.randn(BATCH, 40, 16)
     expected, taps = looped(model, batch), ExampleNorms(model)
-    with torch.autocast("cpu", dtype, enabled=around == "both"):
-        value = loss_of(model, batch)
-    with torch.autocast("cpu", dtype), taps.recording(BATCH) as found:
-        value.backward()
+    with torch.autocast("cpu", dtype):
+        found = measured(taps, model, batch)
     assert all(value.dtype == torch.float32 for value in found.values())
-    # bfloat16 keeps 8 bits, 2**-8 a rounding, some of them in a row; float32 sums 640 terms.
-    assert_same(found, expected, rtol=0.05 if around == "both" else 1e-5, atol=0)
-
-
-def test_inputs_saved_through_hooks():
-    """Activation offloading sees the taps' inputs; nothing else keeps them."""
-    model, batch = Tiny(), rows_of(14)
-    taps, expected, packed = ExampleNorms(model), looped(model, batch), []
-
-    def pack(x: Tensor) -> tuple[Tensor]:
-        packed.append(x)
-        return (x.clone(),)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[0]):
-        value = loss_of(model, batch)
-    with taps.recording(BATCH) as found:
-        value.backward()
-    assert_same(found, expected)
-    assert any(x is batch for x in packed)
-
-
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_measured_gradients_can_be_differentiated(positions: int):
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5))
-    plain, batch = copy.deepcopy(model), torch.randn(BATCH, positions, 6)
-    expected, taps = looped(model, batch), ExampleNorms(model)
-    for m in (model, plain):
-        with taps.recording(BATCH) as found:
-            grads = torch.autograd.grad(loss_of(m, batch), m.parameters(), create_graph=True)
-        if m is model:
-            assert_same(found, expected)
-        torch.stack([slope.square().sum() for slope in grads]).sum().backward()
-    assert_same(gradients(model), gradients(plain))
+    # bfloat16 keeps 8 bits, 2**-8 a rounding, some of them in a row.
+    assert_same(found, expected, rtol=0.05, atol=0)
 
 
 def test_other_hooks_on_the_layer():
@@ -291,39 +223,6 @@ def test_other_hooks_on_the_layer():
     model[0].register_forward_hook(lambda m, a, out: out * factor)
     model[1].register_full_backward_hook(lambda m, gi, go: (2 * gi[0],))
     assert_measures(model, torch.randn(BATCH, 14, 6))
-
-
-def test_copies_and_saved_models_carry_no_taps():
-    model, batch = Tiny(), rows_of(14)
-    taps = ExampleNorms(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    clone = copy.deepcopy(model)
-    with taps.recording(BATCH) as found:
-        loss_of(clone, batch).backward()
-    assert found == {}
-    assert clone(batch).grad_fn is not None
-    assert b"ExampleNorms" not in buffer.getvalue()
-
-
-def test_function_transforms_pass_through_the_taps():
-    model, batch = nn.Sequential(nn.Linear(6, 5)), torch.randn(BATCH, 14, 6)
-    ExampleNorms(model)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(parameters: Norms, x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).square().sum() / BATCH
-
-    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch)
-    assert_same({name: g.square().sum() for name, g in grads.items()}, looped(model, batch))
-
-
-def test_switched_off():
-    model, batch = Tiny(), rows_of(14)
-    taps = ExampleNorms(model)
-    taps.enabled = False
-    assert measured(taps, model, batch) == {}
-    assert model.mix(torch.zeros(1, 14, WIDTH)).grad_fn.name() != "_TappedOutputBackward"
 
 
 # What cannot be measured
@@ -361,16 +260,11 @@ def plain(own: Ahead, x: Tensor) -> Tensor:
 # What a model does, and the name of the layer or weight that is refused.
 ODD = {
     "positions": (lambda own, x: plain(own, x + own.place(torch.arange(x.shape[1]))), "`place`"),
-    "sequence first": (lambda own, x: own.mix(x.transpose(0, 1)).sum((0, 2)), "`mix`"),
     "one vector": (lambda own, x: own.mix(x.sum((0, 1))).sum().expand(len(x)), "`mix`"),
     "bypassed": (lambda own, x: (x @ own.mix.weight.T).sum((1, 2)), r"`mix\.weight`"),
     "also bypassed": (
         lambda own, x: plain(own, x) + (x @ own.embed.weight.T).sum((1, 2)),
         r"`embed\.weight`",
-    ),
-    "penalty": (
-        lambda own, x: plain(own, x) + 10 * own.mix.weight.square().sum(),
-        r"`mix\.weight`",
     ),
     "hooked": (plain, r"`mix\.weight`"),
     "compiled": (plain, "_orig_mod"),
@@ -406,32 +300,14 @@ class Extended(nn.Linear):
         self.gain = nn.Parameter(torch.ones(()))
 
 
-class Root(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.zeros(3))
-        self.mix = nn.Linear(2, 2)
-
-
-def attention_with_frozen_projection() -> nn.Module:
-    attention = nn.MultiheadAttention(4, 2)
-    attention.in_proj_weight.requires_grad_(False)
-    attention.in_proj_bias.requires_grad_(False)
-    return attention
-
-
 @pytest.mark.parametrize(
     ("layer", "parameter", "where"),
     [
-        (nn.MultiheadAttention(4, 2), "in_proj_weight", "1"),
-        (attention_with_frozen_projection(), "weight", "1.out_proj"),
         (nn.LSTM(4, 4), "weight_ih_l0", "1"),
-        (nn.Conv3d(1, 1, 1), "weight", "1"),
         (nn.Embedding(3, 4, scale_grad_by_freq=True), "weight", "1"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "original0", "1.para.*"),
         (Scaled(4, 4), "weight", "1"),
         (Extended(4, 4), "gain", "1"),
-        (Root(), "place", "1"),
     ],
 )
 def test_unsupported_layers_are_refused_by_name(layer: nn.Module, parameter: str, where: str):
@@ -441,8 +317,3 @@ def test_unsupported_layers_are_refused_by_name(layer: nn.Module, parameter: str
     assert all(not m._forward_hooks for m in model.modules())
     layer.requires_grad_(False)
     assert ExampleNorms(model).parameter_names == ["0.weight", "0.bias"]
-
-
-def test_a_parameter_of_the_model_itself_is_refused():
-    with pytest.raises(InputError, match="`place`"):
-        ExampleNorms(Root())

@@ -57,27 +57,19 @@ def per_sample(model, x, y, wanted=lambda name: True):
     return torch.stack(rows).detach()
 
 
-def micro_weight(accumulation, n, counts):
-    return {"mean": 1 / len(counts), "sum": 1.0, "samples": n / sum(counts)}[accumulation]
-
-
-def accumulate(model, x, y, noise=None, *, counts=(5, 5), factor=1.0):
-    """A step's backward passes, each in a context of `noise` if that is given."""
-    for a, b in zip(x.split([*counts]), y.split([*counts]), strict=True):
-        loss = losses(model, a, b).mean() * (factor / len(counts))
-        with noise.microbatch(len(a)) if noise else nullcontext():
+def accumulate(model, x, y, noise=None, *, counts=(5, 5), weights=None, scale=1.0, **told):
+    """A step's backward passes, each in a context of `noise`, told so, if that is given."""
+    weights = weights or [1 / len(counts)] * len(counts)
+    for a, b, weight in zip(x.split([*counts]), y.split([*counts]), weights, strict=True):
+        loss = losses(model, a, b).mean() * weight * scale
+        with noise.microbatch(len(a), **told) if noise else nullcontext():
             loss.backward()
 
 
-def measure(noise, model, x, y, counts=COUNTS, *, accumulation="mean", scale=1.0, weights=None):
+def measure(noise, model, x, y, counts=COUNTS, **options):
     """One step's backward passes and its measurement; leaves the gradient in place."""
     model.zero_grad()
-    for i, (a, b, n) in enumerate(zip(x.split(counts), y.split(counts), counts, strict=True)):
-        weight = weights[i] if weights else micro_weight(accumulation, n, counts)
-        loss = losses(model, a, b).mean() * weight * scale
-        options = {"weight": weights[i]} if weights else {}
-        with noise.microbatch(n, loss_scale=scale, **options):
-            loss.backward()
+    accumulate(model, x, y, noise, counts=counts, **options)
     noise.step()
 
 
@@ -102,6 +94,16 @@ def found(noise):
 def left_out(noise):
     """Numbers of steps left out, and of altered ones among them."""
     return noise.skipped.item(), noise.altered.item()
+
+
+class Preconditioned(torch.optim.SGD):
+    """An optimizer whose second moments are there from the beginning."""
+
+    def __init__(self, model, *, betas=None, **state):
+        super().__init__(model.parameters(), lr=0.0)
+        self.param_groups[0]["betas"] = betas
+        for p in model.parameters():
+            self.state[p] = {"exp_avg_sq": torch.ones_like(p), **state}
 
 
 def synthetic(noise_scale, dim=64):

@@ -1,4 +1,4 @@
-"""Sixteen faults in three nets: the first culprit is named right, whatever comes after.
+"""Faults in two nets: the first culprit is named right, whatever comes after.
 
 The net's and the loss's form change no name; nor does the mode of the watch.
 """
@@ -16,7 +16,7 @@ from tests.unit.watch.nets import FAULTS, MODES, NETS, Module, make, step, watch
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.few(64)
+@pytest.mark.few(33)
 @ALL_MODES
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("fault", FAULTS)
@@ -46,37 +46,16 @@ def test_culprit_is_that_of_a_recorded_trace(net, fault, mode):
     assert watch.report() is None
 
 
-def test_optimizer_that_broke():
-    """Plain SGD divides one weight's gradient by zero; every later gradient is NaN, and applied."""
-    model, prefix = make("residual")
-    watch = watching(model)
-    broken = model.get_parameter(f"{prefix}inner.weight")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in range(5):
-        optimizer.zero_grad()
-        step(model, seed=batch)
-        if batch == 1:
-            broken.grad /= 0.0
-        optimizer.step()
-    found = watch.report()
-    assert (found.kind, found.name, found.batch) == ("weight", f"{prefix}inner.weight", 2)
-
-
 # What the forward pass saw comes first
 
 
 ROWS = 4
-PAD = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
 # Each leaves gradients at the model's output finite where the output is not.
 LOSSES = {
-    "mse": F.mse_loss,
     "l1": F.l1_loss,
-    "hinge": lambda y, t: (1 - y * t.sign()).relu().mean(),
-    "mean": lambda y, t: -y.mean(),
     "clamp": lambda y, t: (y.clamp(-1, 1) - t).square().mean(),
     "nan_to_num": lambda y, t: (y.nan_to_num(0, 0, 0) - t).square().mean(),
     "rows left out": lambda y, t: F.mse_loss(y[[0, 2, 3]], t[[0, 2, 3]]),
-    "padded": lambda y, t: (F.l1_loss(y, t, reduction="none") * PAD).sum(),
 }
 
 
@@ -114,21 +93,6 @@ def test_batch_and_overflow_with_every_loss(loss, mode):
     found = watch.report()
     assert (found.kind, found.name, found.row) == ("output", "2", 1)
     assert found.finite_before == "the output of '1'"
-
-
-def test_float16_recipe_names_the_layer_at_once():
-    """The page's loop: what comes from the forward pass is reported in the step itself."""
-    model, (x, t) = net(overflow), batch()
-    watch = watching(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with torch.autocast("cpu", torch.float16):
-        loss = F.l1_loss(model(x), t)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert not nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
-    found = watch.report()
-    assert (found.kind, found.name, found.row) == ("output", "2", 1)
 
 
 def test_several_rows_and_rows_that_cannot_be_told():
@@ -186,8 +150,7 @@ def test_mask_is_a_habit_and_its_nan_is_none(place, function, kind, healthy, mod
     assert (found.kind, found.name, found.batch) == (kind, f"1.{place}", healthy)
 
 
-@pytest.mark.parametrize("healthy", [1, 3])
-def test_nan_in_padding_is_a_habit(healthy):
+def test_nan_in_padding_is_a_habit():
     """NaN in all passes, which a later module replaces, is no reason of a fault behind it."""
     pad = torch.tensor([False, False, False, True])[:, None]
     model = nn.Sequential(
@@ -195,7 +158,7 @@ def test_nan_in_padding_is_a_habit(healthy):
         Module(lambda x: torch.where(pad, 0.0, x)), nn.Linear(6, 6), Module(lambda x: x),
     )  # fmt: skip
     watch, (x, _) = watching(model), batch()
-    for _ in range(healthy):
+    for _ in range(3):
         model(x).square().mean().backward()
     assert watch.report() is None
     model[4].function = lambda x: (x * 0).sqrt() + x

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations, prune
 
 from tests.unit.watch.nets import (
     Module,
@@ -26,9 +24,10 @@ from tests.unit.watch.nets import (
 FIRST_AND_LATER = pytest.mark.parametrize("mode", ["first", "later"])
 
 
-def critic(place=nn.Softplus):
+def critic():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), place(), nn.Linear(8, 1))
+    layers = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)
+    return nn.Sequential(*layers)
 
 
 def penalty(model, of=lambda g: (g.square().sum(1).sqrt() - 1).square().mean(), x=None):
@@ -40,9 +39,8 @@ def penalty(model, of=lambda g: (g.square().sum(1).sqrt() - 1).square().mean(), 
 
 
 @FIRST_AND_LATER
-@pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize("curvature", [False, True])
-def test_loss_that_contains_gradients(curvature, others, mode):
+def test_loss_that_contains_gradients(curvature, mode):
     """A gradient penalty and a differential equation: their faults enter at inner activations."""
 
     def of(gradient):
@@ -56,8 +54,7 @@ def test_loss_that_contains_gradients(curvature, others, mode):
     healthy.backward()
     assert watch.report() is None
     model.zero_grad()
-    total = sum(model(torch.randn(5, 4)).mean() for _ in range(others))
-    (total + penalty(model, of, x)[0]).backward()
+    (model(torch.randn(5, 4)).mean() + penalty(model, of, x)[0]).backward()
     assert culprit(watch) == ("loss", "")
 
 
@@ -77,30 +74,12 @@ def test_loss_that_contains_gradients_of_other_culprits(mode):
     penalty(model, x=x)[0].backward()
     found = watch.report()
     assert (found.kind, found.row) == ("batch", 3)
-    model.zero_grad()
-    watch.close()
-    model[3] = Module(with_root)
-    watch = watching(model)
-    penalty(model)[0].backward()
-    assert culprit(watch) == ("gradient", "3")
 
 
 @dataclasses.dataclass
 class Output:
     y: torch.Tensor
     hidden: tuple
-
-
-def hidden_states(place, wrap):
-    """A model that returns what its layers gave, as Hugging Face's do."""
-
-    def code(own, x):
-        h1 = own.a(x)
-        h2 = own.b(h1)
-        h3 = own.place(h2)
-        return wrap(own.c(h3), (h1, h2, h3))
-
-    return Parts(code, a=nn.Linear(4, 8), b=nn.Linear(8, 8), place=place, c=nn.Linear(8, 1))
 
 
 WRAPS = {
@@ -119,18 +98,21 @@ WRAPS = {
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("part", [0.0, 1.0, torch.inf])
 def test_hidden_states(wrap, part, mode):
-    """The loss may take them as well, and be at fault itself."""
+    """A model that returns what its layers gave, as Hugging Face's do; the loss may take it."""
     wrap, unwrap = WRAPS[wrap]
-    model, x = hidden_states(Module(lambda x: x * 1.0), wrap), data()[0]
-    y, hidden = unwrap(model(x))
+
+    def code(own, x):
+        h1 = own.a(x)
+        h2 = own.b(h1)
+        h3 = own.place(h2)
+        return wrap(own.c(h3), (h1, h2, h3))
+
+    place = Module(lambda x: x * 1.0)
+    model = Parts(code, a=nn.Linear(4, 8), b=nn.Linear(8, 8), place=place, c=nn.Linear(8, 1))
+    x = data()[0]
     watch = watching(model, mode)
-    watched, states = unwrap(model(x))
-    # Those of the model, of which gradients can be taken.
-    assert torch.equal(watched, y)
-    assert torch.equal(states[1], hidden[1])
-    (gradient,) = torch.autograd.grad(watched.sum(), states[1], retain_graph=True)
-    assert gradient.abs().sum() > 0
-    watched.sum().backward()
+    y, _ = unwrap(model(x))
+    y.sum().backward()
     assert watch.report() is None
     model.zero_grad()
     if part < torch.inf:
@@ -158,29 +140,6 @@ def test_second_backward_pass_of_one_forward_pass():
         assert culprit(watch) == expected
 
 
-CHANGES = {
-    "no bias": lambda m: setattr(m[0], "bias", None),
-    "pruned": lambda m: prune.l1_unstructured(m[0], "bias", amount=0.5),
-    "weight norm": lambda m: parametrizations.weight_norm(m[0], "weight"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_model_that_changes_trains_on(change):
-    torch.manual_seed(0)
-    first = nn.Linear(4, 8, bias=change != "weight norm")
-    model = nn.Sequential(first, Module(lambda x: x), nn.Linear(8, 1))
-    watch, (x, _) = watching(model), data()
-    model(x).sum().backward()
-    CHANGES[change](model)
-    model(x).sum().backward()
-    assert watch.report() is None
-    model.zero_grad()
-    model[1].function = with_root
-    model(x).sum().backward()
-    assert culprit(watch) == ("gradient", "1")
-
-
 def contrast(a, b):
     return F.cross_entropy(F.normalize(a) @ F.normalize(b).T, torch.arange(len(a)))
 
@@ -188,17 +147,15 @@ def contrast(a, b):
 FUNCTIONS = {"output": lambda x: x / 0, "gradient": with_root}
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("healthy", [0, 2])
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("call", [0, 1])
-@pytest.mark.parametrize("loss", [contrast, F.mse_loss, F.l1_loss])
-def test_model_that_is_called_twice_before_one_backward_pass(loss, call, masked, healthy):
+@pytest.mark.parametrize("loss", [contrast, F.l1_loss])
+def test_model_that_is_called_twice_before_one_backward_pass(loss, call, healthy):
     """What either call saw in its forward pass comes first; a mask that did no harm does not."""
     torch.manual_seed(0)
     mask = torch.tensor([0, 0, -torch.inf, 0])
-    place = nn.Sequential(Module(lambda x: x + mask), nn.Softmax(-1)) if masked else nn.Tanh()
-    inner = nn.Sequential(nn.Linear(3, 4), place, Module(lambda x: x), nn.Linear(4, 3))
+    masked = nn.Sequential(Module(lambda x: x + mask), nn.Softmax(-1))
+    inner = nn.Sequential(nn.Linear(3, 4), masked, Module(lambda x: x), nn.Linear(4, 3))
     model = Parts(lambda own, x: own.inner(x * 1.0), inner=inner)  # no module takes the batch
     for fault in ("batch", "output", "gradient", "loss"):
         watch = watching(model)
@@ -246,40 +203,6 @@ def test_loss_on_what_the_model_keeps(how, healthy):
     assert (found.kind, found.name, found.row) == ("unknown", "", 2)
 
 
-class Box(dict):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("wrap", "kind"),
-    [(lambda y: SimpleNamespace(y=[y]), "unknown"), (lambda y: Box(y=y), "loss")],
-)
-def test_output_in_an_object_that_is_not_known(wrap, kind):
-    """Its passes are seen nevertheless, and a fault is not one that was left from before."""
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model = Parts(lambda own, x: wrap(own.inner(x)), inner=inner)
-    watch, (x, _) = watching(model), data()
-    for factor, expected in ((1, None), (torch.nan, kind), (torch.nan, kind), (1, None)):
-        model.zero_grad()
-        output = model(x)
-        y = output["y"] if isinstance(output, Box) else output.y[0]
-        (y.sum() * factor).backward()
-        found = watch.report()
-        assert (found and found.kind) == expected
-
-
-def test_function_transforms():
-    model, x = critic(), torch.randn(5, 4)
-    parameters = dict(model.named_parameters())
-    one = vmap(grad(lambda p, x: functional_call(model, p, (x[None],)).sum()), (None, 0))
-    plain = one(parameters, x)
-    watch = watching(model)
-    watched = one(parameters, x)
-    assert all(torch.equal(watched[name], plain[name]) for name in plain)
-    assert jacrev(model)(x[0]).shape == (1, 4)
-    assert (watch.batches, watch.report()) == (0, None)
-
-
 def test_forward_pass_that_takes_derivatives_of_a_part_of_itself():
     def code(own, x):
         slope = vmap(grad(lambda one: own.inner(one).sum()))(x)
@@ -312,16 +235,4 @@ def test_batched_backward_passes_and_traces(trace):
     watch = watching(model)
     TRACES[trace](model, x)
     model(x).sum().backward()
-    assert watch.report() is None
-
-
-def test_tensors_without_values():
-    model = critic()
-    watch = watching(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model(torch.randn(3, 4)).sum().backward()
-    assert (watch.batches, watch.report()) == (0, None)
-    model = critic().to("meta")
-    watch = watching(model)
-    model(torch.randn(3, 4, device="meta")).sum().backward()
     assert watch.report() is None
