@@ -2,9 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -146,6 +146,11 @@ def scratch(
     )
 
 
+def seeds(size: int | str, count: int = 3, *, spread: float = 0.0, **more: Any) -> list[Scratch]:
+    """Trainings of so many seeds, whose losses are ``spread`` apart."""
+    return [scratch(size, i, **{"noise": spread * (i - 1), **more}) for i in range(count)]
+
+
 def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     """Points, noise scales and the branches of the ladder."""
     found: list[Result] = []
@@ -155,71 +160,61 @@ def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
     return found
 
 
-@dataclass(frozen=True)
-class World:
-    """What every trial would give: its result depends on nothing but its job.
+def studied(
+    header: Header,
+    critical: float = 100.0,
+    *,
+    lengths: float = 100,
+    at_once: int = 8,
+    grown: float = 1e5,
+    at: Sequence[float] = (120.0, 400.0),
+    rates: Mapping[float, float] = MappingProxyType({0.5: 1.5, 2.0: 1.5}),
+    best: Mapping[int, float] = MappingProxyType({}),
+    sigma: float = 0.001,
+    diverging: float = math.inf,
+    losses: Callable[[float], float] = law,
+) -> list[Result]:
+    """Results, in order, of a study that trains on about so many lengths, some trials at once.
 
-    Attributes:
-        critical: Critical batch size of whole trainings.
-        grown: The same of growing batches.
-        at: Critical batch sizes of the branches, by point.
-        rates: Samples that other learning rates need, by rate.
-        sigma: Deviation of a single loss; all trainings with a seed share another of 0.05.
-        diverging: The smallest batch size that diverges.
-        losses: The loss after any number of samples.
-        best: Octaves from the rule's learning rate to the best one, by batch size.
+    Each hangs on nothing but its job: ``critical`` is the critical batch size of whole trainings,
+    ``grown`` that of growing batches, and ``at`` has those of the branches. Trainings need
+    ``rates`` times the samples at other rates; or ``best`` has the octaves to the best rate, by
+    batch size. Losses deviate by ``sigma``, and all with a seed by another 0.05.
     """
 
-    critical: float = 100.0
-    grown: float = 1e5
-    at: tuple[float, ...] = (120.0, 400.0)
-    rates: Mapping[float, float] = field(default_factory=lambda: {0.5: 1.5, 2.0: 1.5})
-    sigma: float = 0.001
-    diverging: float = math.inf
-    losses: Callable[[float], float] = law
-    best: Mapping[int, float] = field(default_factory=dict)
-
-    def result(self, header: Header, job: Job) -> Result:
-        """The result of a job."""
-        error = random.Random(repr(sorted(job.items()))).gauss(0, self.sigma)
+    def result(job: Job) -> Result:
+        error = random.Random(repr(sorted(job.items()))).gauss(0, sigma)
         if job["kind"] == "point":
-            samples = header.plan.points[job["point"]]
-            return point(job["point"], samples, losses=self.losses)
+            return point(job["point"], header.plan.points[job["point"]], losses=losses)
         if job["kind"] == "noise":
             return results.make_noise(job["point"])
         if job["kind"] == "branch":
             size, number = job["batch_size"], job["point"]
-            at = self.at[number % len(self.at)]
-            end = math.inf if size >= self.diverging else None
-            known = {"point": number, "losses": self.losses, "error": lambda: error, "end": end}
-            return branch(size, job["repeat"], at, **known)
+            end = math.inf if size >= diverging else None
+            known = {"point": number, "losses": losses, "error": lambda: error, "end": end}
+            return branch(size, job["repeat"], at[number % len(at)], **known)
         stages = stages_of(job["course"])
-        slower = slowness(stages[-1][1], self.critical if len(stages) == 1 else self.grown)
+        size = stages[-1][1]
+        slower = slowness(size, critical if len(stages) == 1 else grown)
+        if best:
+            slower *= 1 + 0.3 * (math.log2(job["rate"]) - best.get(size, 0.0)) ** 2
         error += random.Random(job["repeat"]).gauss(0, 0.05)
-        if self.best:
-            away = math.log2(job["rate"]) - self.best.get(stages[-1][1], 0.0)
-            slower *= 1 + 0.3 * away**2
         return scratch(
             job["course"],
             job["repeat"],
             job["samples"],
-            slower=slower * self.rates.get(job["rate"], 1.0),
-            noise=math.inf if stages[-1][1] >= self.diverging else error,
+            slower=slower * rates.get(job["rate"], 1.0),
+            noise=math.inf if size >= diverging else error,
             rate=job["rate"],
             decays=header.task.lr_decay != "none",
-            losses=self.losses,
+            losses=losses,
         )
 
-
-def studied(
-    header: Header, critical: float = 100.0, *, lengths: float = 100, at_once: int = 8, **world: Any
-) -> list[Result]:
-    """Results, in order, of a study that trains on about so many lengths, some trials at once."""
-    found, work, where = Results(), lengths * header.plan.samples, World(critical, **world)
+    found, work = Results(), lengths * header.plan.samples
     made: list[Result] = []
     while work > 0 and (trials := trials_of(header, found)[:at_once]):
-        made += [where.result(header, trial.job(found)) for trial in trials]
-        for result in made[-len(trials) :]:
-            found.add(result)
+        made += [result(trial.job(found)) for trial in trials]
+        for each in made[-len(trials) :]:
+            found.add(each)
         work -= sum(trial.cost for trial in trials)
     return made

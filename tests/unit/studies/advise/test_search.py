@@ -7,7 +7,7 @@ import pytest
 
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES, PAIRS, lengths_of
+from steadygrad.studies.advise.plan import BRANCHES, OTHER_RATES, PAIRS
 from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.folder import Results
@@ -18,6 +18,7 @@ from tests.unit.studies.advise.events import (
     make_header,
     measured,
     scratch,
+    seeds,
     slowness,
     studied,
     within_tolerance,
@@ -37,10 +38,6 @@ def trainings(results, header=HEADER):
     return [key for key in keys(results, header) if key[0] == "scratch"]
 
 
-def seeds(size, count=3, *, spread=0.0, **more):
-    return [scratch(size, i, noise=spread * (i - 1), **more) for i in range(count)]
-
-
 def sizes_of(results):
     """Trainings of whole batch sizes at their own rates."""
     return [r for r in results if isinstance(r, Scratch) and r.rate == 1 and "-" not in r.course]
@@ -57,11 +54,9 @@ def assert_order_is_no_matter(header, found):
     ("critical", "visited", "decay"),
     [
         (1e5, ["8", "32", "128", "512"], "none"),
-        (400.0, ["8", "32", "128", "64", "96"], "none"),
         (400.0, ["8", "32", "128", "64", "96"], "linear"),
         (100.0, ["8", "32", "16", "24"], "none"),
-        (28.0, ["8", "32", "16", "12"], "none"),
-        (3.0, ["8", "32", "16", "12"], "linear"),
+        (3.0, ["8", "32", "16", "12"], "none"),
     ],
 )
 def test_sizes_are_visited_by_strides_of_four_and_then_between(critical, visited, decay):
@@ -140,22 +135,11 @@ def test_branches_and_rates_get_their_shares():
             done["branches"] += result.samples
 
 
-def test_the_first_jobs():
-    header = make_header(task={"lr_decay": "linear"})
-    jobs = [trial.job(Results()) for trial in trials_of(header, Results())]
-    # A look of a decaying rate trains each length.
-    assert [(j["course"], j["repeat"], j["samples"]) for j in jobs if j["kind"] == "scratch"] == [
-        ("8", seed, n) for seed in range(3) for n in lengths_of(LENGTH, 0.2)
-    ]
-    plain = [t.job(Results()) for t in trials_of(HEADER, Results())]
-    names = ("course", "repeat", "rate", "samples", "warmup_samples")
-    told = [tuple(job[name] for name in names) for job in plain[:3]]
-    assert told == [("8", seed, 1.0, LENGTH, 0) for seed in range(3)]
-    # A larger batch warms up.
-    jobs = [t.job(Results()) for t in trials_of(HEADER, Results(seeds(8)))]
-    told = [tuple(job[name] for name in names) for job in jobs[:4]]
-    assert told[:3] == [("32", seed, 1.0, LENGTH, 256) for seed in range(3)]
-    assert told[3] == ("8", 0, 0.5, LENGTH, 0)
+def test_a_larger_batch_warms_up():
+    found = Results(seeds(8))
+    jobs = [trial.job(found) for trial in trials_of(HEADER, found)][:4]
+    told = [(j["course"], j["repeat"], j["rate"], j["warmup_samples"]) for j in jobs]
+    assert told == [*(("32", seed, 1.0, 256) for seed in range(3)), ("8", 0, 0.5, 0)]
 
 
 @pytest.mark.parametrize("decay", ["none", "linear"])
@@ -211,9 +195,9 @@ def test_the_best_rate_of_a_ladder(losses, lost, tuned):
 
 
 @pytest.mark.parametrize(
-    ("settings", "length"), [({"samples": LENGTH}, LENGTH), ({"tune": True}, LENGTH), ({}, 512)]
+    ("settings", "length", "loss"),
+    [({"samples": LENGTH}, LENGTH, 0.0), ({"tune": True}, LENGTH, 2.0), ({}, 512, 2.0)],
 )
-@pytest.mark.parametrize("loss", [0.0, 2.0])
 def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, length, loss):
     """A length of the user's own stays; else shorter ones would be tried, until there is none."""
     header = make_header((length,), settings=settings, repeats=2, seeds=6)
@@ -224,31 +208,18 @@ def test_no_batch_size_is_compared_where_the_loss_does_not_move(settings, length
     assert runs == {("8", length)}
 
 
-def test_sizes_below_those_whose_seeds_are_used_up_are_tried():
-    found = studied(make_header(**ONE_POINT | {"seeds": 3}), 400.0, sigma=0.05, lengths=1e9)
-    assert {"12", "16"} <= {run.course for run in sizes_of(found)}
-
-
-@pytest.mark.parametrize("twice", [1.5, 0.7])
-def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one(twice):
+def test_other_rates_are_tried_at_the_smallest_batch_and_at_the_advised_one():
     # By then the advice is there.
     done = [*measured(HEADER), *seeds(8), *seeds(24, slower=1.1), *seeds(32, slower=1.5)]
     tried = []
     while new := [key for key in trainings(done) if key[3] != 1]:
-        slower = {0.5: 1.5, 2.0: twice}
+        slower = {0.5: 1.5, 2.0: 0.7}
         done += [scratch(int(k[1]), k[2], rate=k[3], slower=slower[k[3]]) for k in new]
         tried += new
     # Sure or never at the first look.
     assert sorted(key[1:4] for key in tried) == [
         (size, seed, rate) for size in ("24", "8") for seed in range(3) for rate in (0.5, 2.0)
     ]
-
-
-def test_rates_that_stay_uncertain_stop_after_the_pairs_reckoned_with():
-    header = make_header(**ONE_POINT | {"seeds": 16})
-    found = studied(header, 100.0, lengths=1e9, rates={0.5: 1.05, 2.0: 1.05}, sigma=0.05)
-    tried = [r.repeat for r in found if isinstance(r, Scratch) and r.rate != 1]
-    assert max(tried) == PAIRS - 1
 
 
 def test_a_rate_that_stays_uncertain_beside_a_better_one_is_left():
@@ -278,9 +249,6 @@ def test_branches_come_point_by_point_and_the_middle_last():
     found = studied(make_header(runtime={"world_size": 64}, task={"dependent": True}))
     assert not [r for r in found if isinstance(r, Noise)]
     assert {r.batch_size for r in found if isinstance(r, Branch)} == {8 * 2**i for i in range(7)}
-    # Where all sizes are tolerable, there is nothing between.
-    found = studied(HEADER, at=(1e5,))
-    assert {r.batch_size for r in found if isinstance(r, Branch)} == {8 * 2**i for i in range(7)}
 
 
 @pytest.mark.parametrize(
@@ -288,12 +256,8 @@ def test_branches_come_point_by_point_and_the_middle_last():
 )
 def test_a_schedule_is_trained_until_it_is_decided_or_has_its_pairs(grown, sigma, count):
     """A growing batch that ends at 32 needs 0.219 more samples where 101.5 is critical."""
-    done = [
-        *measured(HEADER),
-        *seeds(8, 16),
-        *seeds(12, 16, slower=1.1),
-        *seeds(16, 16, slower=1.5),
-    ]
+    done = [*measured(HEADER), *seeds(8, 16)]
+    done += [*seeds(12, 16, slower=1.1), *seeds(16, 16, slower=1.5)]
     draw, tried = random.Random(0), 0
     while new := [key for key in trainings(done) if "-" in key[1]]:
         slower = slowness(32, grown)

@@ -1,24 +1,30 @@
-"""Words for what a summary says: its numbers, in the right template, and none that is not known."""
+"""What a study says, in its sentences, its table and its page, where the recorded run is silent."""
 
+import html
 import math
+import re
 
 import pytest
+from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from steadygrad.studies.advise import schema, words
-from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.folder import Results
-from tests.unit.studies.advise.events import make_header, studied
+from steadygrad.noise import BatchSizeSchedule
+from steadygrad.studies.advise import page, schema, words
+from steadygrad.studies.page import render
+from steadygrad.studies.summary import summarize
+from tests.unit.report.conftest import made_run, no_charts  # noqa: F401
 
-STAGES = tuple(schema.Stage(from_samples=at, batch_size=b, lr=0.001) for at, b in ((0, 8), (9, 24)))
 INF = math.inf
+NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
+STAGES = tuple(schema.Stage(from_samples=at, batch_size=b, lr=0.001) for at, b in ((0, 8), (9, 24)))
+quick = pytest.mark.usefixtures("no_charts")
 
 
 @pytest.fixture(scope="module")
 def summary() -> schema.Summary:
     """Batch 16 of 8 passes, 24 fails, and a growing batch passes."""
-    header = make_header()
-    return summarize(header, Results(studied(header, 45.0)), "budget")
+    run = made_run()
+    return summarize(run.header, run.results, "budget")
 
 
 def run(size=12, **fields) -> schema.Checked:
@@ -28,138 +34,152 @@ def run(size=12, **fields) -> schema.Checked:
     return schema.Checked(**{"batch_size": size, "loss": 2.0, **fixed, **told, **fields})
 
 
-FAILED = {"overhead": 0.45, "low": 0.3, "high": 0.6, "within": False, "beyond": True}
-UNCERTAIN = {"overhead": 0.2004, "low": 0.0, "high": INF, "within": False, "beyond": False}
-
-
-def advised(summary, size, *checked, larger=None, **fields) -> schema.Summary:
-    """The summary with one advice, and what was trained."""
-    settings = {"batch_size": size, "lr": 0.00122, "samples": 4096}
-    found = schema.Recommendation(**{**settings, **fields})
-    findings = (found, *([schema.Larger(run=larger)] if larger else []))
-    return replace(summary, recommendation=found, findings=findings, checked=checked, rates=())
-
-
-@pytest.mark.parametrize(
-    ("fields", "parts", "verdict"),
-    [
-        (FAILED, ["needs 45% more", "(95% confidence interval 30% to 60%)"], "not within 20%"),
-        ({**FAILED, "low": INF, "loss": INF}, ["batch 12 diverged."], "diverged"),
-        ({**FAILED, "low": INF, "overhead": INF}, ["needs more than 60% more"], "not within 20%"),
-        ({**FAILED, "overhead": 0.0, "low": 0.0}, ["needs no more rows"], "not within 20%"),
-        # No rounding hides on which side of the tolerance it is.
-        (UNCERTAIN, ["20.04%", "0% to more than 60%", "not certain"], "uncertain"),
-    ],
-)
-def test_stay(summary, fields, parts, verdict):
-    found = advised(summary, 8, run(**fields), larger=run(**fields))
-    said = words.answer(found)
-    assert all(part in said for part in ["stay at batch 8 with learning rate 0.00122", *parts])
-    assert ("not certain" in said) == (fields is UNCERTAIN)
-    # It is said once.
-    assert words.remarks(found) == ()
-    assert [row[-1] for row in words.table(found).rows[:2]] == ["reference, advised", verdict]
-
-
-def test_train(summary):
-    above = run(32, overhead=0.1)
-    found = advised(summary, 12, run(), run(16, **FAILED), above, larger=run(16, **FAILED))
-    said = words.answer(found)
-    assert "train at batch 12 with learning rate 0.00122" in said
-    # 1.13 times a third fewer steps.
-    assert "needs 13% more" in said
-    assert "25% fewer optimizer steps" in said
-    # The table has the larger one.
-    assert words.remarks(found) == ()
-    assert [row[-1] for row in words.table(found).rows] == [
-        "reference",
-        "within 20%, advised",
-        "not within 20%",
-        "within 20%, above one beyond it",
-        "within 20%",
-    ]
-    assert [row[0] for row in words.table(found).rows][-2:] == ["32", "growing"]
-
-
-@pytest.mark.parametrize(("status", "part"), [("budget", "about 2 more minutes"), ("complete", "")])
-def test_what_is_not_known_is_said_with_what_would_tell(summary, status, part):
-    unknown = run(**UNCERTAIN)
-    fields = {"larger": unknown, "why": "undecided", "minutes": 1.2, "lr": None}
-    said = words.answer(replace(advised(summary, None, unknown, **fields), status=status))
-    assert part in said
-    assert ("--resume" in said) == bool(part)
-    assert said.endswith("stay at batch 8.")
-
-
-@pytest.mark.parametrize("why", ["unmeasured", "flat"])
-def test_nothing(summary, why):
-    found = replace(advised(summary, None), recommendation=schema.Recommendation(why=why))
-    assert ("Task.lr" in words.answer(found)) == (why == "flat")
-    assert words.table(found) is None
-    assert (words.too_little(found) is not None) == (why == "unmeasured")
-
-
-def verdict(what, size=8) -> schema.RateVerdict:
+def rate(verdict, size=8) -> schema.RateVerdict:
     known = {"seeds": 4, "mean": -0.02, "low": -0.03, "high": -0.01}
+    fields = {"batch_size": size, "lr": 0.001, "samples": 4096}
     others = tuple(schema.OtherRate(lr=lr, **known) for lr in (0.0005, 0.002))
-    return schema.RateVerdict(verdict=what, batch_size=size, lr=0.001, samples=4096, others=others)
+    return schema.RateVerdict(verdict=verdict, others=others, **fields)
 
 
-def test_an_answer_that_hangs_on_a_condition_opens_with_it(summary):
-    found = replace(advised(summary, 12, run()), rates=(verdict("low"),))
-    said = words.answer(found)
-    assert said.startswith("The learning rate 0.001 is too low at batch 8, ")
-    assert said.endswith("until then train at batch 12 with learning rate 0.00122.")
-    cut = replace(found, status="interrupted")
-    assert words.answer(cut).startswith("Preliminary: the learning rate 0.001")
-    # A rate that is wrong at the recommended batch alone changes no answer.
-    other = replace(found, rates=(verdict("fits"), verdict("high", 12)))
-    assert words.answer(other).startswith("For 4,096 rows, train at batch 12 ")
-
-
-def schedule(**fields) -> schema.Schedule:
-    return schema.Schedule(stages=STAGES, steps=256, warmup_samples=0, megatron="", **fields)
-
-
-PASSED = run(24, overhead=0.1, low=0.05)
+FAILED = run(overhead=0.45, low=0.3, high=0.6, within=False, beyond=True)
+UNCERTAIN = run(overhead=0.2004, low=0.0, high=INF, within=False)
+GROWING = schema.Schedule(
+    stages=STAGES,
+    steps=256,
+    warmup_samples=0,
+    megatron="",
+    advised=True,
+    check=run(24, overhead=0.1),
+)
 
 
 @pytest.mark.parametrize(
-    ("finding", "parts"),
+    ("size", "finding", "fields", "parts"),
     [
-        (schema.Unfinished(), ["interrupted", "--resume"]),
-        (verdict("low"), ["0.002 does better than 0.001", "by 0.02", "0.01 to 0.03"]),
-        (verdict("high"), ["0.0005 does better than 0.001"]),
-        (verdict(""), ["0.001 fits batch 8 over 4,096 rows is not known after 4 seeds"]),
-        (verdict("fits"), None),
-        (schema.Flat(points=(64, 256), epochs=3.2), ["64 and 256 rows (data seen 3 times"]),
-        (schedule(advised=True, check=PASSED), ["8 from 0 and 24 from 9 rows", "10%", "17% fewer"]),
-        (schedule(advised=False, check=PASSED), None),
-        (schedule(advised=False, check=None), None),
+        (8, schema.Larger(run=FAILED), {}, ["stay at batch 8 with learning rate 0.00122"]),
+        (8, schema.Larger(run=FAILED), {}, ["needs 45% more", "interval 30% to 60%)."]),
+        (8, schema.Larger(run=replace(FAILED, low=INF, loss=INF)), {}, ["batch 12 diverged."]),
+        (8, schema.Larger(run=replace(FAILED, low=INF)), {}, ["needs more than 60% more"]),
+        # No rounding hides on which side of the tolerance it is.
+        (8, schema.Larger(run=UNCERTAIN), {}, ["20.04%", "0% to more than 60%", "not certain"]),
+        (None, schema.Larger(run=UNCERTAIN), {}, ["--resume for about 2 more minutes"]),
+        (
+            None,
+            schema.Larger(run=UNCERTAIN),
+            {"status": "complete"},
+            ["used up, so stay at"],
+        ),
+        (12, schema.Larger(run=replace(FAILED, batch_size=16)), {}, ["train at batch 12"]),
+        # 1.13 times a third fewer steps.
+        (12, rate("fits"), {}, ["train at batch 12", "it needs 13% more", "25% fewer optimizer"]),
+        (12, rate("low"), {}, ["Learning rate 0.002 does better", "by 0.02", "0.01 to 0.03"]),
+        (12, rate("high"), {}, ["Learning rate 0.0005 does better than 0.001 at batch 8 over"]),
+        (12, rate(""), {}, ["0.001 fits batch 8 over 4,096 sequences is not known after 4 seeds"]),
+        # An answer that hangs on a condition opens with it.
+        (12, rate("low"), {"rates": (rate("low"),)}, ["The learning rate 0.001 is too low at"]),
+        (12, rate("low"), {"rates": (rate("low"),)}, ["until then train at batch 12 with"]),
+        (12, rate("high", 12), {"rates": (rate("high", 12),)}, ["For 4,096 sequences, train at"]),
+        (12, GROWING, {}, ["8 from 0 and 24 from 9 sequences on, needs 10%", "17% fewer"]),
+        (12, schema.Flat(points=(64, 256), epochs=3.2), {}, ["64 and 256", "data seen 3 times"]),
+        (12, schema.Unfinished(), {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
     ],
 )
-def test_remarks(summary, finding, parts):
-    found = replace(advised(summary, 12, run()), status="interrupted")
-    found = replace(found, findings=(found.recommendation, finding))
-    said = words.remarks(found)
-    assert len(said) == (parts is not None)
-    assert all(part in said[0] for part in parts or ())
+def test_sentences(summary, size, finding, fields, parts):
+    known = {"why": "" if size else "undecided", "lr": 0.00122, "samples": 4096, "minutes": 1.2}
+    advice = schema.Recommendation(batch_size=size, **known)
+    found = replace(summary, recommendation=advice, findings=(advice, finding), rates=())
+    found = replace(found, checked=(run(),), **fields)
+    said = " ".join((words.answer(found), *words.remarks(found)))
+    assert [part for part in parts if part not in said] == []
+    # A larger batch is in the answer and in no remark.
+    assert not (isinstance(finding, schema.Larger) and words.remarks(found))
 
 
 @pytest.mark.parametrize(
-    ("going_on", "critical", "parts"),
+    ("going_on", "high", "part"),
     [
-        ({}, {}, ["is 43 (", "14 to 51"]),
-        ({"known": False}, {"high": INF}, ["not known well enough", "14 or more"]),
-        ({"diverged": 64}, {}, ["batch 64 diverged elsewhere"]),
-        ({}, {"beyond": INF}, ["the largest that was tried", "at most 20% more"]),
+        ({}, 51.0, "is 43 (95% confidence interval 14 to 51)"),
+        ({"known": False}, INF, "not known well enough for more (95% confidence interval 14 or"),
+        ({"diverged": 64}, 51.0, "batch 64 diverged elsewhere"),
     ],
 )
-def test_continuing(summary, going_on, critical, parts):
-    going_on = replace(summary.going_on, batch_size=32, lr=0.002, **going_on)
-    fields = {"value": 43.2, "low": 14.0, "high": 51.0, "beyond": 48.0, **critical}
-    points = [point for point in summary.points if point.samples == going_on.from_samples]
-    points = tuple(replace(each, critical=replace(each.critical, **fields)) for each in points)
+def test_continuing(summary, going_on, high, part):
+    known = {"batch_size": 32, "lr": 0.002, "known": True, "diverged": None}
+    going_on = replace(summary.going_on, **{**known, **going_on})
+    fields = {"value": 43.2, "low": 14.0, "high": high, "beyond": 48.0}
+    points = tuple(replace(p, critical=replace(p.critical, **fields)) for p in summary.points)
     found = replace(summary, findings=(summary.recommendation, going_on), points=points)
     (said,) = words.remarks(found)
-    assert all(part in said for part in ["batch 32 with learning rate 0.002", *parts])
+    assert "can continue at batch 32 with learning rate 0.002" in said
+    assert part in said
+
+
+def text_of(drawn: str) -> str:
+    """What a page says, without tags."""
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", drawn)).split()).replace(" ,", ",")
+
+
+@quick
+def test_a_growing_batch_in_the_form_of_every_trainer():
+    made = made_run()
+    rows = re.findall(r"<h3>([^<:]*):[^<]*</h3><pre[^>]*><code>(.*?)</code>", render(made), re.S)
+    forms = {name: html.unescape(text) for name, text in rows}
+    schedule = BatchSizeSchedule(made.summary["schedule"]["stages"])
+    for name in ("Lightning", "Hugging Face Trainer"):
+        own = {"BatchSizeSchedule": BatchSizeSchedule}
+        exec(forms.pop(name), own)
+        assert own["schedule"].stages == schedule.stages
+    tokens = {"Megatron": schedule.to_megatron(64), "OLMo-core": schedule.to_olmo_core(64)}
+    assert forms == tokens
+
+
+@quick
+def test_what_a_page_says_of_the_task_and_of_the_search():
+    def edit(result):
+        again = isinstance(result, schema.Scratch) and result.repeat == 2
+        return replace(result, repeat=64) if again else result
+
+    task = {"lr_rule": "constant", "warmup_samples": 64, "lr_decay": "cosine", "beta2": None}
+    text = text_of(render(made_run(task=task, settings={"seed": 7})))
+    for part in ("stays the same", "over 64 sequences", "a cosine decay", "size, weight decay"):
+        assert part in text
+    assert "seed 7 alone" in text
+    text = text_of(render(made_run(settings={"keep_half_life": True, "tune": True}, edit=edit)))
+    assert "the half-lives of beta2" in text
+    # Seeds of the search for rates are no pairs.
+    count = len({run.repeat for run in made_run().select(schema.Scratch)}) - 1
+    assert f"have {count} seeds, and the search" in text
+
+
+def test_the_bracket_the_interval_and_the_limit_are_drawn(summary, monkeypatch):
+    monkeypatch.setattr(page.charts, "chart", lambda name, spoken, paint, **k: paint)
+    ends = {"within": 32, "beyond": INF, "value": 40.0, "low": 0.0, "high": INF}
+    second = replace(summary.points[1], critical=replace(summary.points[1].critical, **ends))
+    figure = Figure()
+    page._over_training(replace(summary, points=(second,)), "sequences")(figure, False)
+    (axes,) = figure.axes
+    bottom, top = axes.get_ylim()
+    bracket, interval, *triangles, limit, _ = [line.get_ydata() for line in axes.lines]
+    assert 0 < bottom < 8
+    assert top > 40
+    assert (list(bracket), list(interval), list(limit)) == ([32, top], [bottom, top], [40.0])
+    assert [list(each) for each in triangles] == [[bottom], [top]]
+
+
+@quick
+def test_a_run_without_a_summary_is_drawn():
+    assert "no result yet" in text_of(render(made_run(points=1, status=None)))
+
+
+@quick
+def test_every_string_is_escaped(monkeypatch):
+    def changed(*run):
+        found = summarize(*run)
+        schedule = replace(found.schedule, megatron=NASTY)
+        return replace(found, answer=NASTY, remarks=(NASTY,), schedule=schedule)
+
+    monkeypatch.setattr("steadygrad.studies.page.summarize", changed)
+    task = {"name": NASTY, "sample": NASTY, "spec": NASTY, "provenance": {NASTY: NASTY}}
+    drawn = render(made_run(task=task, settings={"dask": NASTY}))
+    assert not re.search("<script|<img", drawn)
+    assert "<script>document.title='x'</script>" in html.unescape(drawn)

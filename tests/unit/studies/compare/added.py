@@ -1,4 +1,4 @@
-"""Makers of optimizers for ``--add``, and some that are broken in one way each."""
+"""Makers of optimizers for ``--add``, some broken in one way each, and classes of a library."""
 
 import torch
 
@@ -10,10 +10,6 @@ def adamax(model, lr):
 def grouped(model, lr):
     first, *others = model.parameters()
     return torch.optim.AdamW([{"params": [first], "lr": 0.5 * lr}, {"params": others}], lr=lr)
-
-
-def adamw(model, lr):
-    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def drawing(model, lr):
@@ -46,13 +42,6 @@ def no_step(model, lr):
     return _NoStep(model.parameters(), lr=lr)
 
 
-not_a_function = 3
-
-
-def casts(model, lr):
-    return torch.optim.SGD(model.double().parameters(), lr=lr)
-
-
 def freezes(model, lr):
     next(model.parameters()).requires_grad_(False)
     return torch.optim.SGD(model.parameters(), lr=lr)
@@ -61,3 +50,35 @@ def freezes(model, lr):
 def hooks(model, lr):
     next(model.parameters()).register_hook(lambda grad: 2 * grad)
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+class OwnRate(torch.optim.SGD):
+    """Has an estimate ``d0`` of its rate, as Prodigy."""
+
+    def __init__(self, params, lr=0.05, d0=1e-6):
+        super().__init__(params, lr=lr)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Evaluated at other weights than those that it trains: at zero."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr)
+        self.trained, self.rates = [], []
+
+    @torch.no_grad()
+    def train(self):
+        for p, trained in zip(self.param_groups[0]["params"], self.trained, strict=False):
+            p.copy_(trained)
+        self.trained = []
+
+    @torch.no_grad()
+    def eval(self):
+        for p in self.param_groups[0]["params"]:
+            self.trained.append(p.clone())
+            p.zero_()
+
+    def step(self):
+        assert not self.trained
+        self.rates.append(self.param_groups[0]["lr"])
+        super().step()

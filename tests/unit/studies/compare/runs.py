@@ -16,10 +16,9 @@ from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
-from steadygrad.studies.schema import SCHEMA
 from steadygrad.studies.workplace import Workplace
 from tests.unit.studies.framework import Watcher, make_trainer, tiny
-from tests.unit.studies.results import RUNTIME, TASK
+from tests.unit.studies.results import TASK, make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
 PLAN = Plan(
@@ -70,38 +69,32 @@ class Places:
         key = optimizer, multiple, samples, point, step, repeat
         return trials.training(PLAN, self.place, *key)
 
-    def speed(self):
-        return trials.speed(PLAN, self.place)
+
+def header_of(plan, task=TASK):
+    return make_header(kind=Header, study="compare", settings=Settings(), plan=plan, task=task)
 
 
-def header_of(plan, **fields):
-    """A header around a plan."""
-    return Header(
-        **{"schema": SCHEMA, "study": "compare", "task": TASK, "runtime": RUNTIME}
-        | {"environment": {}, "settings": Settings(), "plan": plan, **fields}
-    )  # fmt: skip
+def result_of(plan, job, loss_of):
+    """What a trial gives; its loss is a function of optimizer, multiple, samples and so on."""
+    if job["kind"] == "speed":
+        places = {name: place for place, name in enumerate(plan.optimizers)}
+        return Speed(
+            state_bytes={name: 8.0 - place for name, place in places.items()},
+            time={name: 1.0 + place / 4 for name, place in places.items()},
+        )
+    fields = {name: value for name, value in job.items() if name != "kind"}
+    loss = loss_of(**fields)
+    curve = ((fields["samples"], loss),)
+    return Run(**fields, lr=1e-3 * 2.0 ** fields["step"], loss=loss, curve=curve)
 
 
-def record(plan, loss_of, keep=lambda event: True, speed=True):
-    """The results of a study whose runs have the losses of a function of their key fields.
-
-    ``loss_of`` is called with optimizer, multiple, samples, point, step and repeat; ``keep`` says
-    which of them are there in the end.
-    """
-    journal = Results()
+def record(plan, loss_of, keep=lambda result: True):
+    """The results of a study; ``keep`` says which of them are there in the end."""
+    found = Results()
     for trial in make_trials(plan, 64):
-        job = trial.job(journal)
-        if job is None:
-            continue
-        fields = {name: value for name, value in job.items() if name != "kind"}
-        if job["kind"] == "speed":
-            if speed:
-                times = {name: 1.0 + place / 4 for place, name in enumerate(plan.optimizers)}
-                held = {name: 8.0 - place for place, name in enumerate(plan.optimizers)}
-                journal.add(Speed(state_bytes=held, time=times))
-            continue
-        journal.add(made(loss=loss_of(**fields), **fields))
-    return Results(filter(keep, journal))
+        if job := trial.job(found):
+            found.add(result_of(plan, job, loss_of))
+    return Results(filter(keep, found))
 
 
 def noisy(shifts, spread=0.01, fall=0.2):
@@ -116,12 +109,11 @@ def noisy(shifts, spread=0.01, fall=0.2):
     return loss_of
 
 
+def by(spread=0.01, **shifts):
+    """Losses of optimizers that differ from AdamW by so much at both lengths."""
+    return noisy({name: {64: shift, 128: shift} for name, shift in shifts.items()}, spread)
+
+
 def summary(plan, loss_of, status="complete", **options):
     """The summary of such a study."""
     return summarize(header_of(plan), record(plan, loss_of, **options), status)
-
-
-def made(loss, **fields):
-    """A training's result."""
-    lr, curve = 1e-3 * 2.0 ** fields["step"], ((fields["samples"], loss),)
-    return Run(**fields, lr=lr, loss=loss, curve=curve)

@@ -1,24 +1,51 @@
-"""The table of optimizers, the pair of Muon and AdamW, and optimizers of a user's own."""
+"""The table of optimizers, those of other libraries and of a user's own, and what is refused."""
 
 import math
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
+from shlex import quote
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.optimizers import entries_of
-from steadygrad.studies.compare.schema import Settings, knobs_at
-from steadygrad.studies.compare.trials import slowdown, tried
-from tests.unit.studies.compare.runs import ADDED, ALL
+from steadygrad.studies.compare import libraries, words
+from steadygrad.studies.compare.optimizers import Joined, entries_of
+from steadygrad.studies.compare.schema import Edge, Run, Settings, Traits, knobs_at
+from steadygrad.studies.compare.trials import plan_for, slowdown, tried
+from steadygrad.studies.files import trusted
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.page import render
+from tests.unit.report.conftest import no_charts  # noqa: F401
+from tests.unit.studies.compare import added
+from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, planned
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_model, make_task
+
+SCHEDULE_FREE, OWN_RATE = (f"{added.__name__}:{name}" for name in ("ScheduleFree", "OwnRate"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed():
+    """As if the module of the two above were a package's."""
+    packages = {**metadata.packages_distributions(), "tests": ["torch"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libraries, "packages_distributions", lambda: packages)
+        yield
 
 
 def entries(optimizers="lans", add="", task=None):
     return entries_of(Settings(optimizers=optimizers, add=add), task or make_task())
+
+
+def attempt(name, task=None):
+    """The entry of a library's optimizer, or of the function of a user, after its step."""
+    task = task or make_task()
+    found = entries(name, task=task) if ":" in name else entries("adamw", f"{ADDED}:{name}")
+    return tried(make_trainer(task), name, found[name])
 
 
 KNOWN = entries(",".join(ALL))
@@ -73,8 +100,6 @@ def test_joined_optimizers_step_as_they_do_alone():
     for own, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(own, other)
     assert set(joined.state) == set(model.parameters())
-    joined.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -82,19 +107,13 @@ def test_knobs_reach_the_optimizer_and_stay_within_their_bounds(name):
     entry = KNOWN[name]
     assert knobs_at(entry.knobs, 0) == {}
     found = [knobs_at(entry.knobs, point) for point in range(1, 65)]
-    assert len({tuple(knobs.values()) for knobs in found}) == 64
-    places = []
     for knob, (low, high) in entry.knobs.items():
         values = [knobs[knob] for knobs in found]
         assert low <= min(values) < max(values) <= high
-        # On a logarithmic scale, from 1 where it may be near: a quarter of them in each quarter.
-        scale = [math.log(1 - value) if high > 0.5 else math.log(value) for value in values]
-        ends = sorted(math.log(1 - e) if high > 0.5 else math.log(e) for e in (low, high))
-        parts = [int(4 * (place - ends[0]) / (ends[1] - ends[0])) for place in scale]
-        assert all(14 <= parts.count(part) <= 18 for part in range(4))
-        places.append(parts)
-    # And in each of the squares of both: they do not lie on a line.
-    assert len({*zip(*places, strict=True)}) == 16
+        # On a logarithmic scale, from 1 where it may be near: half of them in each half.
+        scale = [math.log(1 - x if high > 0.5 else x) for x in (low, high, *values)]
+        middle = (scale[0] + scale[1]) / 2
+        assert 28 <= sum(place < middle for place in scale[2:]) <= 36
     model = make_model()
     model[0].weight.requires_grad_(name == "muon")
     optimizer = entry.make(model, 0.01, **found[0])
@@ -115,27 +134,24 @@ def test_all_have_one_schedule():
         assert own.optimizer(make_model(), own.lr).param_groups[0]["lr"] == 0.02
 
 
-def test_names():
+def test_names_and_default_rates():
     assert list(entries("LANS, adamw ,task")) == ["adamw", "lans", "task"]
-    both = entries("adamw", f"{ADDED}:adamax, {ADDED}:grouped")
-    assert list(both) == ["adamw", "adamax", "grouped"]
-    # A rate of its own for the task's optimizer and for added ones: the task's.
-    found = entries("task", f"{ADDED}:adamax", make_task(lr=0.25))
-    assert [entry.lr for entry in found.values()] == [1e-3, 0.25, 0.25]
+    # Of the task's optimizer, and of added ones: the task's.
+    found = entries("task", f"{ADDED}:adamax, {ADDED}:grouped", make_task(lr=0.25))
+    rates = {name: entry.lr for name, entry in found.items()}
+    assert rates == {"adamw": 1e-3, "task": 0.25, "adamax": 0.25, "grouped": 0.25}
 
 
 @pytest.mark.parametrize(
     ("optimizers", "add", "match"),
     [
         ("adamw", "", "Found none"),
-        ("adam", "", "--optimizers .*'adam'"),
         ("lans,lans", "", "--optimizers .*'lans' twice"),
         ("lans,,sgd", "", "--optimizers .*''"),
         ("lans", str(ADDED), "--add"),
         ("lans", "nowhere.py:adamax", "--add .*no such file"),
-        ("lans", f"{ADDED}:not_a_function", "not_a_function"),
         ("lans", f"{ADDED}:adamax,{ADDED}:adamax", "--add .*'adamax'"),
-        ("lans", f"{ADDED}:adamw", "--add .*'adamw'"),
+        ("lans", f"{ADDED}:lans", "--add .*'lans'"),
     ],
 )
 def test_optimizers_that_cannot_be_compared(optimizers, add, match):
@@ -149,15 +165,129 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, match):
         ("raises", "it broke"),
         ("of_others", "no gradient"),
         ("deaf", "0.001 for 0.001 and for"),
-        ("casts", "parameters with"),
         ("freezes", "frozen"),
         ("hooks", "with other hooks"),
         ("no_step", "optimizer no_step .*no step"),
+        ("torch:LBFGS", "closure"),
+        ("torch:Muons", "'torch:Muons': TypeError"),
+        ("not_there_at_all.x:Y", "No module named 'not_there_at_all'"),
+        (":Plain", "Found ':Plain'"),
     ],
 )
-def test_added_optimizers_that_do_not_work_are_found_before_the_study(name, match):
+def test_optimizers_that_do_not_work_are_found_before_the_study(name, match):
     with pytest.raises(InputError, match=match):
-        tried(make_trainer(), name, entries("adamw", f"{ADDED}:{name}")[name])
+        attempt(name)
+
+
+def test_a_library_of_no_package_is_refused(monkeypatch):
+    """Nothing would tell a resumed run that it has changed."""
+    monkeypatch.setattr(libraries, "packages_distributions", dict)
+    with pytest.raises(InputError, match="added:OwnRate"):
+        attempt(OWN_RATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "traits"),
+    [
+        ("torch:NAdam", 0.002, {}),
+        (SCHEDULE_FREE, 0.05, {"own_schedule": True}),
+        (OWN_RATE, 0.05, {"own_rate": True}),
+        ("torch:Muon", 0.001, {"matrices": True}),
+    ],
+)
+def test_a_step_shows_what_an_optimizer_is(name, lr, traits):
+    settings = Settings(optimizers=name, budget=600.0)
+    plan = plan_for(settings, make_trainer(), speed=2000.0, workers=1)
+    assert plan.traits == {name: Traits(version=metadata.version("torch"), **traits)}
+    assert entries(name)[name].lr == lr
+
+
+def test_a_schedule_of_its_own_is_left_alone_and_evaluated_at_its_own_weights():
+    places = Places(optimizers=SCHEDULE_FREE)
+    places.entries[SCHEDULE_FREE] = attempt(SCHEDULE_FREE)
+    run = places.train(SCHEDULE_FREE, samples=640)
+    assert set(places.trainer.optimizer.rates) == {0.05}
+    # At weights of zero the loss is the targets' mean square, and training goes on elsewhere.
+    targets = places.trainer.task.valid.batch(torch.arange(64))[1]
+    assert [loss for _, loss in run.curve] == pytest.approx([float(targets.square().mean())] * 4)
+    assert all(p.any() for p in places.trainer.model.parameters())
+
+
+def test_adamw_has_what_is_no_matrix_at_a_rate_that_follows():
+    entry, model = attempt("torch:Muon"), make_trainer().model
+    optimizer = entry.ready(model, 4 * entry.lr)
+    assert isinstance(optimizer, Joined)
+    muon, adamw = optimizer.parts
+    assert [p.shape for p in muon.param_groups[0]["params"]] == [(16, 8)]
+    assert [part.param_groups[0]["lr"] for part in (muon, adamw)] == [4 * entry.lr, 4e-3]
+    # Nothing to take.
+    with pytest.raises(InputError, match="torch:Muon: ValueError"):
+        attempt("torch:Muon", make_task(make_model=lambda: nn.Linear(8, 1)))
+
+
+def test_a_study_with_one_of_each_kind(tmp_path, no_charts):  # noqa: F811
+    names = [SCHEDULE_FREE, OWN_RATE, "torch:Muon"]
+    traits = {name: attempt(name).traits for name in names}
+    plan = planned(optimizers=("adamw", *names), traits=traits, seeds=2)
+    outcome, watcher = begin(tmp_path / "run", at=-1, plan=plan, optimizers=",".join(names))
+    assert watcher.done == watcher.total
+    assert all(math.isfinite(row.loss) for row in outcome.summary.verdicts)
+    # One that sets its own rate has no ladder.
+    edges = [found for found in outcome.summary.findings if isinstance(found, Edge)]
+    assert OWN_RATE not in [edge.optimizer for edge in edges]
+    for row in outcome.summary.tuned:
+        own, counts = row.optimizer == OWN_RATE, [len(losses) for losses in row.tried.values()]
+        assert (row.plateau is None) == (row.interior is None) == own
+        assert counts == [1, 1, 1] if own else min(counts) >= 3
+    run = read_run(tmp_path / "run")
+    assert {(r.step, r.lr) for r in run.select(Run) if r.optimizer == OWN_RATE} == {(0, 0.05)}
+    page = render(run)
+    for name, note in zip(names, words.NOTES.values(), strict=True):
+        title = name + " with AdamW" * ("Muon" in name)
+        release = f"Release {metadata.version('torch')}."
+        assert f"<b>{title}.</b> {release} {note}</li>" in page
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "module"),
+    [
+        ("lans,timm:adan, torch:NAdam", ""),
+        ("lans, evil.x:Y", "evil.x:Y"),
+        ("torch.x:Y", "torch.x:Y"),
+    ],
+)
+def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizers, module):
+    settings = Settings(task="char-lm", optimizers=optimizers)
+    header = SimpleNamespace(settings=settings, study="compare", time={})
+    run = SimpleNamespace(folder=tmp_path, header=header)
+    (tmp_path / "header.json").touch()
+    if module:
+        with pytest.raises(InputError, match=module) as error:
+            trusted(run, {})
+        command = f"steadygrad compare char-lm --optimizers {quote(optimizers)} --resume {tmp_path}"
+        assert str(error.value).endswith(command)
+    assert trusted(run, {"optimizers": optimizers} if module else {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("pytorch_optimizer:SOAP", {}),
+        ("schedulefree:AdamWScheduleFree", {"own_schedule": True}),
+        ("prodigyopt:Prodigy", {"own_rate": True}),
+        ("timm:adan", {}),
+        pytest.param("heavyball:SFAdamW", {"own_schedule": True}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_libraries_themselves(name, traits):
+    pytest.importorskip(name.partition(":")[0], reason="group optimizers")
+    places = Places(optimizers=name)
+    places.entries[name] = entry = attempt(name)
+    assert entry.traits == Traits(version=entry.traits.version, **traits)
+    first, run = places.train(name, samples=4), places.train(name, samples=1280)
+    assert run.loss < first.loss
+    assert places.train(name, samples=1280) == run
 
 
 @pytest.mark.parametrize(
@@ -178,12 +308,8 @@ def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch, own, slower):
 
         return Stepping(model.parameters(), lr=lr)
 
-    timed = {
-        name: replace(entry, make=partial(stepping, seconds=seconds))
-        for (name, entry), seconds in zip(
-            entries("sgd", f"{ADDED}:grouped").items(), (1.0, 2.0, 6.0), strict=True
-        )
-    }
+    seconds = {"adamw": 1.0, "sgd": 2.0, "lans": 6.0}
+    timed = {n: replace(KNOWN[n], make=partial(stepping, seconds=s)) for n, s in seconds.items()}
     trainer.optimizer = stepping(trainer.model, 0.1, own)
     monkeypatch.setattr("steadygrad.studies.compare.trials._clock", lambda trainer: clock["now"])
     assert slowdown(trainer, timed) == slower

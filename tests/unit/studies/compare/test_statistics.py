@@ -58,40 +58,6 @@ def test_a_true_difference_is_still_found_beside_one_that_is_not():
     assert first.confidence == second.confidence == 0.975
 
 
-def test_no_interval_contradicts_a_verdict_or_a_ratio():
-    generator = np.random.default_rng(3)
-    seen = set()
-    for _ in range(300):
-        count, seeds = generator.integers(1, 5), generator.integers(2, 12)
-        shifts = generator.normal(size=(count, 1)) * 1.5
-        pairs = generator.normal(size=(count, seeds)) + shifts
-        octave = 6 + generator.normal(size=seeds)
-        for own, pair in zip(compare_pairs(list(pairs)), pairs, strict=True):
-            seen.add(own.verdict)
-            side = "better" if own.high < 0 else "worse" if own.low > 0 else "cannot tell"
-            assert own.verdict == side
-            assert own.low <= own.mean <= own.high
-            assert own.mean == pytest.approx(pair.mean())
-            assert 0.95 <= own.confidence < 1
-            assert own.needed is None or (own.verdict == "cannot tell" and own.needed > seeds)
-            assert (own.bootstrap is None) == (seeds < 10)
-            if ratio := sample_ratio(pair, octave, own.confidence):
-                assert ratio.low <= ratio.value <= ratio.high
-                side = "better" if ratio.low > 1 else "worse" if ratio.high < 1 else "cannot tell"
-                assert own.verdict == side
-    assert seen == {"better", "worse", "cannot tell"}
-
-
-def test_intervals_cover_the_true_difference():
-    shifts = (0.0, 0.01, -0.05)
-    covered = np.zeros(3)
-    for triple in replicates(4, 3, 5) + np.array(shifts)[:, None]:
-        found = compare_pairs(list(triple))
-        covered += [own.low <= true <= own.high for own, true in zip(found, shifts, strict=True)]
-    # Each at least 95 % of the time, less three standard deviations.
-    assert (covered >= 930).all()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("effect", [3.0, 1.0, 0.5])
 def test_the_promised_number_of_seeds_finds_the_difference(effect):
@@ -207,9 +173,7 @@ def test_the_bootstrap_of_ten_pairs_is_near_students_interval():
     assert again.bootstrap == found.bootstrap
 
 
-@pytest.mark.parametrize(
-    ("true", "power"), [(0.6, 0.1), (0.6, 0.8), (0.85, 0.3), (1.15, 0.8), (1.5, 0.1), (1.5, 0.8)]
-)
+@pytest.mark.parametrize(("true", "power"), [(0.6, 0.1), (0.85, 0.3), (1.15, 0.8), (1.5, 0.1)])
 def test_ratios_cover_the_true_one_on_a_power_law(true, power):
     """An optimizer that is as good as the baseline with ``true`` times the samples."""
     mean, octave = true**-power - 1, 0.5**-power - 1
@@ -242,12 +206,10 @@ def test_a_ratio_by_hand():
     for octaves in (math.log2(found.low), 1 - 1 / found.high):
         tested = stats.ttest_1samp(pairs + octaves * octave, 0.0).pvalue
         assert tested == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("sign", "bound"), [(-1, MOST_RATIO), (1, 1 / MOST_RATIO)])
-def test_a_ratio_beyond_the_curve_is_bounded(sign, bound):
-    found = sample_ratio(sign * np.array([1.0, 1.1, 0.9]), np.array([0.1, 0.11, 0.09]), 0.95)
-    assert (found.value, found.low, found.high) == (bound,) * 3
+    # Beyond the curve it is a bound.
+    for sign, bound in ((-1, MOST_RATIO), (1, 1 / MOST_RATIO)):
+        found = sample_ratio(sign * np.array([1.0, 1.1, 0.9]), np.array([0.1, 0.11, 0.09]), 0.95)
+        assert (found.value, found.low, found.high) == (bound,) * 3
 
 
 @pytest.mark.parametrize(
