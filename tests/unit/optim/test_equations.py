@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from steadygrad.numerics import inner_products, square_sums
 from steadygrad.optim import LAMB, LANS, ScaledAdam, clipping, scaled_adam, scaled_adam_rule
-from tests.covering import covering
 from tests.reference.lamb import Lamb
 from tests.reference.lans import Lans
 from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
@@ -32,48 +32,23 @@ class Exact(ScaledAdam):
 
 
 PAIRS = {"lans": (LANS, Lans), "lamb": (LAMB, Lamb), "scaled_adam": (Exact, ReferenceScaledAdam)}
-SHARED = [
-    {"betas": (0.0, 0.9), "lr": 0.03},
-    {"betas": (0.9, 0.0), "lr": 0.03},
-    {"lower_bound": 0.2, "upper_bound": 1.5, "lr": 0.03},
-    {"upper_bound": 0.5, "lr": 0.1, "betas": (0.5, 0.9)},
-    {"lower_bound": 0.2, "weight_decay": 0.0, "lr": 0.03},
-]
-OPTIONS = {
-    "lans": [
-        {},
-        *SHARED,
-        {"clip_value": 0.3, "lr": 0.03},
-        {"maximize": True, "lr": 0.03, "weight_decay": 0.1},
-    ],
-    "lamb": [
-        {},
-        *SHARED,
-        {"max_grad_norm": 1e6, "lr": 0.03},
-        {"adapt": False, "lr": 0.03, "weight_decay": 0.1},
-        {"maximize": True, "lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 0.5},
-    ],
-    "scaled_adam": [
-        {**options, "recipe": recipe}
+CASES = [
+    ("lans", {"lower_bound": 0.2, "upper_bound": 1.5, "lr": 0.03, "betas": (0.0, 0.9)}),
+    ("lans", {"clip_value": 0.3, "lr": 0.03, "maximize": True, "weight_decay": 0.1}),
+    ("lamb", {"upper_bound": 0.5, "lr": 0.1, "betas": (0.9, 0.0)}),
+    ("lamb", {"adapt": False, "lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 1e6}),
+    ("lamb", {"maximize": True, "lr": 0.03, "weight_decay": 0.0, "max_grad_norm": 0.5}),
+    *(
+        ("scaled_adam", {**options, "recipe": recipe})
         for recipe in RECIPES
         for options in (
-            {},
-            {"lr": 0.2, "betas": (0.5, 0.9)},
-            {"betas": (0.0, 0.0), "maximize": True},
+            {"betas": (0.0, 0.9), "maximize": True},
             # Size steps that reach their bound.
             {"size_update_period": 1, "lr": 0.8, "scalar_lr_scale": 0.3},
-            {"size_update_period": 7, "scalar_lr_scale": 1.0},
             {"param_max_rms": 0.2, "param_min_rms": 0.05, "scalar_max": 0.5, "lr": 0.1},
         )
-    ],
-}
-CASES = [(name, options) for name, sets in OPTIONS.items() for options in sets]
-CLIPPED = {
-    "often": {"clipping_scale": 1.1, "clipping_update_period": 5},
-    "early": {"clipping_scale": 0.7, "clipping_update_period": 30},
-    "late": {"clipping_scale": 0.5, "clipping_update_period": 50},
-    "uphill": {"clipping_scale": 0.5, "clipping_update_period": 6, "maximize": True},
-}
+    ),
+]
 
 
 def gradients(draw, step):
@@ -87,67 +62,26 @@ def gradients(draw, step):
     return found
 
 
-def deviation(name, options, mode, *, make=None, rate=None):
-    """Largest difference of a weight, relative to its parameter's largest weight ever.
-
-    Args:
-        name: Of ``PAIRS``.
-        options: Of both optimizers.
-        mode: Of the optimizer alone.
-        make: In place of the optimizer of that name.
-        rate: The learning rate of a step, where it changes.
-    """
-    worst = 0.0
-    for seed in range(2):
-        draw = np.random.default_rng(seed)
-        expected = [np.array(draw.normal(size=s) * x) for s, x in zip(SHAPES, SCALES, strict=True)]
-        params = [torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in expected]
-        optimizer = (make or PAIRS[name][0])(params, **options, **mode)
-        reference = PAIRS[name][1](**options)
-        largest = [np.abs(w).max(initial=1e-30) for w in expected]
-        for step in range(60):
-            if rate is not None:
-                optimizer.param_groups[0]["lr"] = rate(step)
-                reference.lr = float(rate(step))
-            grads = gradients(draw, step)
-            for p, g in zip(params, grads, strict=True):
-                p.grad = None if g is None else torch.tensor(g)
-            optimizer.step()
-            reference.step(expected, grads)
-            for place, (p, w) in enumerate(zip(params, expected, strict=True)):
-                largest[place] = max(largest[place], np.abs(w).max(initial=0.0))
-                off = np.abs(p.detach().numpy() - w).max(initial=0.0) / largest[place]
-                assert not np.isnan(off)
-                worst = max(worst, float(off))
-    return worst
-
-
-@pytest.mark.few(30)
 @every_mode
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_equals_the_reference(name, options, mode):
-    # Float64 on both sides; 60 steps of rounding in another order.
-    assert deviation(name, options, mode) < 1e-12
-
-
-@covering(options=CLIPPED, recipe=RECIPES, mode=MODES)
-def test_clips_as_the_reference(options, recipe, mode):
-    # Norms and thresholds are float32, as the originals keep them.
-    assert deviation("scaled_adam", {**options, "recipe": recipe}, mode) < 1e-6
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize(
-    "rate", [lambda step: 0.05 / (1 + step), lambda step: torch.tensor(0.03)], ids=["falls", "fp32"]
-)
-def test_a_rate_that_changes_or_has_few_digits(name, rate):
-    """The product of one in float32 with a factor is taken in the weights' type."""
-    assert deviation(name, {}, {}, rate=rate) < 1e-12
-
-
-def test_the_state_of_the_current_recipe_is_float32():
-    # Rounding of a float32 state, 60 steps of it.
-    assert 1e-12 < deviation("scaled_adam", {}, {}, make=ScaledAdam) < 1e-5
+    draw = np.random.default_rng(0)
+    weights = [np.array(draw.normal(size=s) * x) for s, x in zip(SHAPES, SCALES, strict=True)]
+    params = [torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in weights]
+    make, make_reference = PAIRS[name]
+    optimizer, reference = make(params, **options, **mode), make_reference(**options)
+    largest = [np.abs(w).max(initial=1e-30) for w in weights]
+    for step in range(60):
+        grads = gradients(draw, step)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = None if g is None else torch.tensor(g)
+        optimizer.step()
+        reference.step(weights, grads)
+        for place, (p, w) in enumerate(zip(params, weights, strict=True)):
+            largest[place] = max(largest[place], np.abs(w).max(initial=0.0))
+            off = np.abs(p.detach().numpy() - w).max(initial=0.0) / largest[place]
+            # Float64 on both sides; 60 steps of rounding in another order.
+            assert off < 1e-12
 
 
 def test_lamb_without_trust_ratio_is_adamw():
@@ -166,21 +100,6 @@ def test_lamb_without_trust_ratio_is_adamw():
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
 
 
-@every_mode
-def test_lambs_norm_is_that_of_all_groups(mode):
-    """A gradient in one group scales down those of another."""
-    moved = []
-    for size in (1.0, 100.0):
-        params = [torch.ones(4, requires_grad=True) for _ in range(2)]
-        groups = [{"params": [params[0]]}, {"params": [params[1]], "lr": 0.0}]
-        optimizer = LAMB(groups, max_grad_norm=1.0, eps=1.0, **mode)
-        params[0].grad, params[1].grad = torch.ones(4), torch.full((4,), size)
-        optimizer.step()
-        moved.append(float(optimizer.state[params[0]]["exp_avg"][0].detach()))
-    # (1 - beta1) over the norm.
-    assert moved == pytest.approx([0.1 / 8**0.5, 0.1 / (4 + 4e4) ** 0.5], rel=1e-6)
-
-
 # Type, gradients of each of four parameters of eight elements, and whether a step is taken.
 NORMS = {
     "large": (torch.float32, [4e18] * 4, True),
@@ -195,10 +114,14 @@ NORMS = {
 @every_mode
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
 def test_norms_past_the_range_of_a_type(case, mode):
-    """A step is skipped where a tensor's own square sum overflows, not where their sum does."""
+    """A step is skipped where a tensor's own square sum overflows, not where their sum does.
+
+    The sum is over all groups: a gradient in one scales down those of another.
+    """
     dtype, sizes, is_taken = case
     params = [torch.ones(8, dtype=dtype, requires_grad=True) for _ in sizes]
-    optimizer = LAMB(params, lr=0.1, max_grad_norm=1.0, **mode)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = LAMB(groups, lr=0.1, max_grad_norm=1.0, **mode)
     for p, size in zip(params, sizes, strict=True):
         p.grad = torch.full((8,), size, dtype=dtype)
     optimizer.step()
@@ -227,22 +150,7 @@ def test_a_weight_whose_norm_is_past_its_type_stays_finite(kind, mode):
     torch.testing.assert_close(params[1].detach(), torch.full((8,), 0.9), rtol=1e-5, atol=0)
 
 
-def test_squares_that_are_finite_may_overflow_in_their_sum():
-    """Eight squares of 9e18 are more than float32 holds, and four are not."""
-    rows, taken = torch.tensor([[1.0], [9e18], [1.0]]), torch.tensor([True])
-    for period, fits in ((2, True), (4, False)):
-        assert scaled_adam_rule.finite(rows, taken, torch.float32, period).item() is fits
-        ring, first = torch.zeros(1, period), torch.zeros(1)
-        kept = scaled_adam_rule.remembered(ring, rows[1], first, taken)[0, 0]
-        assert kept == (rows[1] if fits else 0.0)
-    # Where they are not used they stop no step.
-    rows = torch.tensor([[1.0, 1.0, torch.inf], [1e30, 1e30, 1.0], [1.0, torch.nan, 1.0]])
-    needed = torch.tensor([True, False, False])
-    assert scaled_adam_rule.finite(rows, needed, torch.float32, 4).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize(("recipe", "period"), [("zipformer", 3), ("stateless7", 1)])
 def test_a_host_that_does_not_look_ahead_takes_the_same_steps(recipe, period, monkeypatch):
     options = {"clipping_scale": 1.1, "clipping_update_period": 50, "size_update_period": period}
 
@@ -263,3 +171,19 @@ def test_a_host_that_does_not_look_ahead_takes_the_same_steps(recipe, period, mo
         monkeypatch.setattr(module, "may_hold", lambda flags: True)
     for a, b in zip(trained(), expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
+def test_sums_of_many_elements_lose_no_digits(layout):
+    """A CPU adds them up one after the other: 2^20 of them in one go are off by 5e-5."""
+    draws = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(2**10, 2**11, generator=draws) + 0.1 for _ in range(2))
+    x, y = (x[:, ::2], y[:, ::2]) if layout == "strided" else (x, y)
+    x, y = (x.t(), y.t()) if layout == "transposed" else (x, y)
+    exact = x.double().square().sum(), (x.double() * y.double()).sum()
+    # Each piece is good to 3e-7, and their errors have either sign.
+    assert square_sums([x, x[:2]])[0].item() == pytest.approx(exact[0].item(), rel=5e-7)
+    # Those of a 16-bit type are taken in float32.
+    assert square_sums([torch.full((4096,), 256.0, dtype=torch.float16)]).tolist() == [2.0**28]
+    found = inner_products([x], [y], torch.float32).item()
+    assert found == pytest.approx(exact[1].item(), rel=5e-6)  # cancels to a hundredth of its terms

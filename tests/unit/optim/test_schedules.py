@@ -44,15 +44,12 @@ def advance(optimizer, schedule, steps):
 LENGTHS = [
     (20, {"warmup": 4, "hold": 5}, (4, 5)),
     (40, {"warmup": 0, "hold": 10}, (0, 10)),
-    (40, {"warmup": 10, "hold": 0}, (10, 0)),
     (7, {"warmup": 3, "hold": 4}, (3, 4)),
     (100, {}, (5, 25)),
     # An int counts steps, a float is a share, also of fractions of a step.
     (4, {"warmup": 1, "hold": 0}, (1, 0)),
-    (4, {"warmup": 4, "hold": 0}, (4, 0)),
     (40, {"warmup": 0.25, "hold": 0.025}, (10, 1)),
     (10, {"warmup": 0.25, "hold": 0.0}, (2.5, 0)),
-    (10, {"warmup": 0.1, "hold": 0.9}, (1, 9)),
     (10, {"warmup": 0.7, "hold": 0.3}, (7, 3)),
 ]
 
@@ -67,33 +64,18 @@ def test_warmup_hold_decay_is_the_lines_it_is_called_after(total, given, steps):
     assert got[total:] == [[0, 0]] * 3  # gluon-nlp's would turn negative here
 
 
-def test_coincides_with_torchs_own_pieces():
-    ours, theirs = make_optimizer(), make_optimizer()
-    got = advance(ours, MAKERS["lans"](ours), 22)
-    pieces = [
-        lr_scheduler.LambdaLR(theirs, lambda t: t / 4),
-        lr_scheduler.ConstantLR(theirs, factor=1.0),
-        lr_scheduler.LinearLR(theirs, start_factor=1.0, end_factor=0.0, total_iters=11),
-    ]
-    want = advance(theirs, lr_scheduler.SequentialLR(theirs, pieces, milestones=[4, 9]), 22)
-    # LinearLR multiplies step by step: its rounding adds up.
-    assert [lr for (lr,) in got] == pytest.approx([lr for (lr,) in want], rel=1e-12, abs=1e-15)
-
-
 @every_schedule
-@pytest.mark.parametrize("position", [0, 1])
-def test_takes_its_turn_in_a_sequence(make, position):
+def test_follows_another_in_a_sequence(make):
     alone, optimizer = make_optimizer(), make_optimizer()
     want = advance(alone, make(alone), 10)
-    parts = [lr_scheduler.ConstantLR(optimizer, factor=0.125, total_iters=99)]
-    parts.insert(position, make(optimizer))
+    parts = [lr_scheduler.ConstantLR(optimizer, factor=0.125, total_iters=99), make(optimizer)]
     sequence = lr_scheduler.SequentialLR(optimizer, parts, milestones=[10])
-    assert advance(optimizer, sequence, 20)[10 * position :][:10] == want
+    assert advance(optimizer, sequence, 20)[10:] == want
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 500])
-@pytest.mark.parametrize("epoch", [0, 0.5, 30])
-@pytest.mark.parametrize("batch", [0, 1, 250, 499, 500, 10**8])
+@pytest.mark.parametrize("warmup", [0, 500])
+@pytest.mark.parametrize("epoch", [0, 0.5])
+@pytest.mark.parametrize("batch", [0, 250, 499, 500, 10**8])
 def test_eden_is_icefalls_formula(batch, epoch, warmup):
     optimizer = make_optimizer(1.0, 0.25)
     schedule = Eden(optimizer, lr_batches=5000, lr_epochs=3.5, warmup_batches=warmup)
@@ -106,6 +88,10 @@ def test_eden_is_icefalls_formula(batch, epoch, warmup):
 
 def test_edens_batches_and_epochs_are_counted():
     optimizer = make_optimizer(0.04)
+    # Warmed up from construction on.
+    Eden(optimizer, lr_batches=5000, lr_epochs=6)
+    assert lrs_of(optimizer) == [0.02]
+    optimizer = make_optimizer(0.04)
     scales = {"lr_batches": 7, "lr_epochs": 1.5, "warmup_batches": 10, "warmup_start": 0.25}
     schedule = Eden(optimizer, **scales)
     for batch, (epoch, given) in enumerate([(1, None), (2, None), (0.3, 0.3), (1.3, None)]):
@@ -113,12 +99,6 @@ def test_edens_batches_and_epochs_are_counted():
         assert (schedule.epoch, schedule.last_epoch) == (epoch, batch)
         factor = reference.icefall_eden(batch, epoch, **scales)
         assert advance(optimizer, schedule, 1) == [[pytest.approx(0.04 * factor, rel=1e-14)]]
-
-
-def test_eden_is_warmed_up_from_construction():
-    optimizer = make_optimizer(0.04)
-    Eden(optimizer, lr_batches=5000, lr_epochs=6)
-    assert lrs_of(optimizer) == [0.02]
 
 
 @every_schedule
@@ -138,8 +118,7 @@ def test_a_tensor_learning_rate_is_the_same_written_in_place_and_not_read(make):
 OTHERS = {"lans": lambda o: WarmupHoldDecay(o, 9), "eden": lambda o: Eden(o, 1, 1)}
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize(("name", "kind"), [("lans", torch.tensor), ("eden", float)])
 def test_resume_is_exact(name, kind):
     """From a file, which holds the base rates and all scales."""
 
@@ -174,29 +153,10 @@ def test_counters_alone_are_icefalls_own_state():
     assert advance(optimizer, schedule, 2) == want
 
 
-def test_going_on_by_last_epoch():
-    optimizer = make_optimizer(0.5)
-    want = advance(optimizer, MAKERS["lans"](optimizer), 20)
-    again = make_optimizer(0.5)
-    again.param_groups[0]["initial_lr"] = 0.5
-    schedule = WarmupHoldDecay(again, 20, warmup=4, hold=5, last_epoch=6)
-    assert advance(again, schedule, 13) == want[7:]
-
-
-def test_a_group_added_later():
-    optimizer = make_optimizer(0.5)
-    schedule = MAKERS["eden"](optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ValueError, match="zip"):
-        schedule.step_epoch(1)
-
-
 WRONG = [
     (WarmupHoldDecay, {"total_steps": 0}, "total_steps"),
     (WarmupHoldDecay, {"total_steps": 10.0}, "total_steps"),
-    (WarmupHoldDecay, {"warmup": 1.5}, "warmup"),
     (WarmupHoldDecay, {"warmup": 1.0, "hold": 0}, "warmup"),
-    (WarmupHoldDecay, {"warmup": 0, "hold": 1.0}, "hold"),
     (WarmupHoldDecay, {"warmup": 11}, "warmup"),
     (WarmupHoldDecay, {"hold": -1}, "hold"),
     (WarmupHoldDecay, {"hold": True}, "hold"),
@@ -215,8 +175,9 @@ def test_bad_lengths_and_scales(kind, arguments, name):
         kind(make_optimizer(), **{**own, **arguments})
 
 
-@pytest.mark.parametrize("name", ["epoch", "batch"])
-def test_bad_counts(name):
+def test_bad_counts():
     schedule = MAKERS["eden"](make_optimizer())
-    with pytest.raises(InputError, match=name):
-        getattr(schedule, f"step_{name}")(-1)
+    with pytest.raises(InputError, match="epoch"):
+        schedule.step_epoch(-1)
+    with pytest.raises(InputError, match="batch"):
+        schedule.step_batch(-1)
