@@ -20,11 +20,10 @@ NUMBA = find_spec("numba") is not None
 # Tests of the compiled loops themselves. Without Numba `fused=True` warns on a CPU and takes
 # multi-tensor calls, which all other tests then hold to the same numbers.
 COMPILED_FILES = (
-    *(f"unit/optim/test_loop_{name}.py" for name in ("numbers", "processes", "tables")),
+    *(f"unit/optim/test_loop_{name}.py" for name in ("numbers", "processes")),
     *(f"unit/benchmarks/test_{name}.py" for name in ("truth", "compiled")),
 )
 COMPILED_TESTS = (
-    "test_fused_memory.py::",
     "test_bad_inputs.py::test_freed_memory_is_no_zero_to_kernels",
     "test_fused.py::test_what_loops_cannot_take_goes_by_calls",
     "test_modes.py::test_no_mode_needs_more_than_two_temporaries",

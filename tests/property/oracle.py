@@ -48,7 +48,7 @@ REFERENCES = {LANS: Lans, LAMB: Lamb, ScaledAdam: ReferenceScaledAdam}
 # A norm whose square float32 holds with all its digits, also where many elements share it.
 LEAST_NORM = 1e-18
 # The square of a larger one may be past float32. Clipping then does not remember it, and its factor
-# is zero: `tests/unit/optim/test_clipping_overflow.py` holds that.
+# is zero: `tests/unit/optim/test_clipping.py` holds that.
 MOST_NORM = 1e19
 
 
