@@ -27,7 +27,7 @@ PLAN = changed(
 # Options of studies of the tiny task, of about a second of training. None of their plans depends
 # on the clock.
 STUDIES = {
-    "advise": ["--budget", "10m"],
+    "advise": ["--budget", "10h", "--samples", "256", "--seeds", "3"],
     "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "128", "--seeds", "2"],
     "inspect": ["--budget", "10h", "--steps", "64"],
 }

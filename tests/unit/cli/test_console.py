@@ -2,6 +2,7 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -26,7 +27,6 @@ def test_a_text_is_no_markup_and_no_emoji():
         ("größer × 2", "größer × 2"),
         ("a\x1b[2Jb", r"a\x1b[2Jb"),
         ("a\r\nb\tc\x07", r"a\r\nb\tc\x07"),
-        ("\x9b31m\x7f", r"\x9b31m\x7f"),
         ("abc\u202edcba", r"abc\u202edcba"),
         ("\udc80", r"\udc80"),
     ],
@@ -37,17 +37,12 @@ def test_control_characters_are_escaped(text, shown):
     assert cleaned(nest) == {shown: [shown, [1.5, None, True]], "b": {"c": shown}}
 
 
-def test_an_error_is_one_line(capsys):
-    complain("Expected one\n  thing.\tFound \x1b[31mred.")
-    assert capsys.readouterr().err == "steadygrad: Expected one thing. Found \\x1b[31mred.\n"
-
-
-@pytest.mark.parametrize(("write", "name"), [(emit, "sys.stdout"), (note, "sys.stderr")])
-def test_what_a_stream_cannot_encode_is_escaped(write, name, monkeypatch, tmp_path):
-    with (tmp_path / "out").open("w", encoding="ascii") as stream:
-        monkeypatch.setattr(name, stream)
-        write("größer")
-    assert (tmp_path / "out").read_text() == "gr\\xf6\\xdfer\n"
+def test_an_error_is_one_line_in_what_the_stream_can_encode(monkeypatch, tmp_path):
+    with (tmp_path / "err").open("w", encoding="ascii") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        complain("Expected ö\n  thing.\tFound \x1b[31mred.")
+    found = (tmp_path / "err").read_text()
+    assert found == "steadygrad: Expected \\xf6 thing. Found \\x1b[31mred.\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -58,25 +53,15 @@ def test_progress_that_nobody_can_read_ends_no_study(monkeypatch):
         note("a line")
         with pytest.raises(InputError, match="No space left"):
             emit("a result")
-
-
-class Clock:
-    """Stands still until it is moved; ``left`` is what remains of a budget that began at 0."""
-
-    def __init__(self, budget):
-        self.now, self.budget = 0.0, budget
-
-    def __call__(self):
-        return self.now
-
-    def left(self):
-        return self.budget - self.now
+    # A process may be started with it closed.
+    monkeypatch.setattr("sys.stdout", None)
+    emit("a result")
 
 
 def paced(budget=math.inf, *, done=0):
-    """A clock, and a monitor of 1,000 samples."""
-    clock = Clock(budget)
-    monitor = Monitor(True, clock.left, clock)
+    """A clock that stands still until it is moved, and a monitor of 1,000 samples."""
+    clock = SimpleNamespace(now=0.0)
+    monitor = Monitor(True, lambda: budget - clock.now, lambda: clock.now)
     monitor.begin(1000, done)
     return clock, monitor
 

@@ -17,22 +17,15 @@ from steadygrad.studies.advise.schema import Summary
 from steadygrad.studies.folder import read_run, write_result
 from steadygrad.studies.run import _alone
 from steadygrad.studies.strict_json import dumps
-from tests.unit.cli.quick import ROOT, STUDIES, tiny
-from tests.unit.studies.framework import contents, timeless
+from tests.unit.cli.quick import tiny
+from tests.unit.studies.framework import contents, environment, timeless
 from tests.unit.studies.tiny_task import make_task
 
 PLAIN = {"device": "cpu", "threads": 1, "progress": False}
 
 
-@pytest.mark.slow
-def test_the_first_call_of_a_process_leaves_pythons_generator_as_it_was(tmp_path):
-    """Packages that draw from it are imported then."""
-    script = (
-        "import random, steadygrad; before = random.getstate(); "
-        f"steadygrad.ab(lambda seed: seed % 7, pairs=2, out={str(tmp_path / 'run')!r}); "
-        "assert random.getstate() == before"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
@@ -41,10 +34,9 @@ def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
     torch.set_num_threads(2)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = generators()
     again = steadygrad.advise(tiny(), workers=1, budget=120, out=str(tmp_path / "again"), **PLAIN)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert after == before
+    assert generators() == before
     assert torch.get_num_threads() == 2
     assert timeless(found.folder) == timeless(again.folder)
     assert isinstance(found.summary, Summary)
@@ -55,16 +47,6 @@ def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
     assert "verdict" in str(found)
     assert "&lt;title&gt;" in found._repr_html_()
     assert read_run(found.folder).header.settings.budget == 120
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("study", ["compare", "inspect"])
-def test_other_studies_go_on_from_python_with_what_the_command_began(study, tmp_path, capsys):
-    plain = ["--device", "cpu", "--workers", "1", "--threads", "1", "--json"]
-    run = str(tmp_path / "run")
-    assert main([study, tiny(), *STUDIES[study], *plain, "--out", run]) == 0
-    found = getattr(steadygrad, study)(resume=run, progress=False)
-    assert dumps(found.to_dict(), indent=2) == capsys.readouterr().out.strip()
 
 
 def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys):
@@ -107,13 +89,10 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
         ("no-task", {}, "'no-task'"),
         ("char-lm", {"budget": "soon"}, "`budget`.*'soon'"),
         ("char-lm", {"budget": 0}, "budget"),
-        ("char-lm", {"tolerance": 2}, "tolerance"),
         ("char-lm", {"tolerance": "0.1"}, "`tolerance`.*'0.1'"),
         ("char-lm", {"resume": 5}, "`resume`.* 5"),
         (make_task(), {"workers": 2}, "workers"),
-        (make_task(), {"dask": "host:1"}, "workers"),
         (make_task(), {"workers": "auto"}, "`workers`.*'auto'"),
-        (make_task(), {"workers": None}, "`workers`.*None"),
         (make_task(), {"budget": [1]}, r"`budget`.*\[1\]"),
         (make_task(), {"out": 5}, "`out`.* 5"),
     ],
@@ -124,11 +103,6 @@ def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, mess
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_option_that_there_is_not():
-    with pytest.raises(TypeError, match="tolerence"):
-        steadygrad.advise("char-lm", tolerence=0.1)
-
-
 def test_a_second_study_at_the_same_time_is_refused(tmp_path):
     """Torch's random numbers are the process's."""
     with _alone(), pytest.raises(ValueError, match="at a time"):
@@ -137,26 +111,24 @@ def test_a_second_study_at_the_same_time_is_refused(tmp_path):
 
 
 SCRIPT = f"""
+import random
+
 import steadygrad
 from tests.unit.cli.quick import quick
 
+before = random.getstate()
 with quick():
     found = steadygrad.advise("tiny.py:make_task", workers=2, out="run", **{PLAIN})
+assert random.getstate() == before
 print(found.summary.answer)
 """
 
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_may_have_workers(tmp_path):
-    """Spawn would run it again in every worker."""
+    """Spawn would run it again in every worker. Packages that it imports draw random numbers."""
     (tmp_path / "script.py").write_text(SCRIPT)
     shutil.copy(tiny().rpartition(":")[0], tmp_path / "tiny.py")
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, **paths},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (done.stderr, done.stdout.count("\n")) == ("", 1)

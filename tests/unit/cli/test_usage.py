@@ -24,12 +24,6 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("words", ["--version", "advise --version"])
-def test_version(words, capsys):
-    assert main(words.split()) == 0
-    assert capsys.readouterr().out == f"steadygrad {__version__}\n"
-
-
 @pytest.mark.parametrize("command", [*STUDIES, *OTHERS])
 def test_help(command, capsys):
     assert main([command, "--help"]) == 0
@@ -54,6 +48,8 @@ def test_help(command, capsys):
 
 
 def test_the_overview_names_every_command(capsys):
+    assert main(["advise", "--version"]) == 0
+    assert capsys.readouterr().out == f"steadygrad {__version__}\n"
     assert main(["--help"]) == 0
     whole = capsys.readouterr().out
     out = " ".join(whole.split())
@@ -66,21 +62,15 @@ def test_the_overview_names_every_command(capsys):
         assert capsys.readouterr().out == whole
 
 
-def completions(command):
-    """Completions for the value of each option: words, or a function of a shell."""
-    offered = {a.dest: getattr(a, "complete", a.choices) for a in options_of(command)._actions}
-    return {name: what for name, what in offered.items() if what}
-
-
 @pytest.mark.parametrize("command", STUDIES)
 def test_values_that_are_known_are_completed(command):
-    offered = completions(command)
+    """By words, or by a function of a shell."""
+    options = options_of(command)._actions
+    offered = {option.dest: getattr(option, "complete", option.choices) for option in options}
     assert offered["device"] == ("auto", "cpu", "cuda", "mps")
-    assert offered["sharding"] == ("ddp", "fsdp2")
-    assert ("dtype" in offered) == (command != "inspect")
-    assert ("goal" in offered) == (command == "ab")
-    assert {*offered} - {"dtype", "goal"} == {"task", "device", "sharding", "out", "resume"}
-    assert {*completions("report")} == {"RUN"}
+    names = {name for name, found in offered.items() if found}
+    own = {"inspect": set(), "ab": {"dtype", "goal"}}.get(command, {"dtype"})
+    assert names == {"task", "device", "sharding", "out", "resume"} | own
 
 
 def test_the_help_of_an_option_has_its_bounds_choices_and_default(capsys):
@@ -103,33 +93,26 @@ USAGE = {
     "": ("none", *STUDIES, *OTHERS),
     "advize": ("'advize'", "steadygrad advise"),
     "--json": ("'--json'",),
-    "help advize": ("'advize'", "steadygrad advise"),
     "advise --sed 1": ("'--sed'", "--seed"),
-    "advise --bdget=5m": ("'--bdget=5m'", "--budget"),
     "advise --see 1": ("'--see'", "--seed"),
     "advise char-lm b": ("'b'",),
     "advise --seed": ("--seed",),
-    "advise --out --json": ("--out",),
     "advise --json=yes": ("--json",),
     "report": ("RUN",),
-    "init": ("FILE",),
     "tasks char-lm": ("'char-lm'",),
     "advise --seed x": ("--seed", "`int`", "'x'"),
     "advise --seed -1": ("--seed", ">= 0", "'-1'"),
     "advise --dtype int8": ("--dtype", "'float64'", "'int8'"),
     "advise --device tpu": ("--device", "'auto', 'cpu', 'cuda', 'mps'", "'tpu'"),
-    "advise --seed auto": ("--seed", "'auto'"),
     "advise --tolerance nan": ("--tolerance", "'nan'"),
     "advise ''": ("TASK", "''"),
-    "advise ' '": ("TASK", "' '"),
-    "advise --dask ''": ("--dask", "''"),
     "advise --out ''": ("--out", "''"),
     "report ''": ("RUN", "''"),
+    "advise --resume nowhere": ("header.json",),
     "report 'a\0b'": ("RUN", r"'a\x00b'"),
     "advise --budget 0s": ("--budget", "'0s'"),
     "advise --budget 10d": ("--budget", "'10d'"),
     "advise --budget=-5m": ("--budget", "'-5m'"),
-    "advise --budget 1h30": ("--budget", "'1h30'"),
     "advise --budget 1e9h": ("--budget", "'1e9h'"),
     "init notes.txt": ("FILE", "'notes.txt'"),
     # A name that cannot be pasted or used.
@@ -180,10 +163,9 @@ def test_every_built_in_task_has_a_line(capsys):
     assert "steadygrad init" in lines[-1]
 
 
-NAMES = ["mine.py", "my task.py", "back\\Nslash.py", 'q"""x.py', "it's.py", "$HOME.py", "größe.py"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "a:b.py"])
+@pytest.mark.parametrize(
+    "name", ["mine.py", "back\\Nslash.py", 'q"""x.py', "it's my $HOME.py", "größe.py", "a:b.py"]
+)
 def test_the_task_that_is_written_runs_by_the_command_that_is_printed(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = []

@@ -6,11 +6,8 @@ The plan is made by hand: it has every kind of trial, and trains some hundreds o
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -146,21 +143,6 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-@contextmanager
-def python(*arguments):
-    """Another Python process; at the end nothing of its process group is left."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments], env=environment(), cwd=ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 def left(folder):
     """Names of what lies in a run's folder."""
     return sorted(path.name for path in folder.iterdir())
@@ -189,21 +171,6 @@ def wait_for(condition, seconds=120.0):
 def recorded(folder):
     """Number of results that are there."""
     return len(list((folder / "results").glob("*.json")))
-
-
-def children(pid):
-    """Process numbers of the worker processes of a coordinator."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            number, rest = path.read_text().split(" (", 1)
-            command = (path.parent / "cmdline").read_bytes()
-        except (OSError, ValueError):
-            continue
-        state, parent = rest.rpartition(")")[2].split()[:2]
-        if int(parent) == pid and state != "Z" and b"spawn_main" in command:
-            found.append(int(number))
-    return found
 
 
 def alive(pid):

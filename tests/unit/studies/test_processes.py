@@ -8,11 +8,12 @@ times. Starting a process that reads torch in takes seconds.
 import json
 import os
 import random
-import re
 import signal
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from multiprocessing import active_children
 
 import pytest
 
@@ -21,14 +22,14 @@ from steadygrad.studies.run import StudyFailed, resume
 from tests.unit.cli.quick import STUDIES, program, run_program
 from tests.unit.studies.framework import (
     FILES,
+    ROOT,
     Watcher,
     begin,
-    children,
     copy,
+    environment,
     go_on,
     left,
     lines,
-    python,
     recorded,
     summary,
     timeless,
@@ -39,7 +40,7 @@ from tests.unit.studies.results import refused
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
+    pytest.mark.skipif(sys.platform != "linux", reason="kills groups of processes"),
     # A cluster's library warns of what is its own.
     pytest.mark.filterwarnings("default"),
 ]
@@ -48,18 +49,9 @@ KILLS = int(os.environ.get("STEADYGRAD_KILLS", "2"))
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Planned for two workers, and stopped at once."""
+    """Planned for two workers, and stopped at once; its numbers are those of ``whole``."""
     folder = tmp_path_factory.mktemp("base") / "run"
     begin(folder, "paced", workers=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(base, tmp_path_factory):
-    """Run in this process."""
-    folder = copy(base, tmp_path_factory.mktemp("whole") / "run")
-    outcome, _ = go_on(folder, workers=1)
-    assert outcome.summary.status == "complete"
     return folder
 
 
@@ -67,8 +59,8 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
     folder, killed = copy(base, tmp_path / "run"), []
 
     def kill():
-        killed.append(children(os.getpid())[0])
-        os.kill(killed[0], signal.SIGKILL)
+        killed.append(active_children()[0])
+        killed[0].kill()
 
     watcher = Watcher(2000, kill)
     outcome = resume(folder, {"workers": 2}, monitor=watcher)
@@ -78,26 +70,22 @@ def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
     assert lines(folder) == lines(whole)
     assert summary(folder) == summary(whole)
     assert left(folder) == FILES
-    wait_for(lambda: not children(os.getpid()))
+    wait_for(lambda: not active_children())
 
 
 # A cluster
 
 
-@pytest.fixture
-def scheduler(tmp_path):
+@contextmanager
+def dask(script, *arguments):
     pytest.importorskip("distributed")
-    file = tmp_path / "scheduler.json"
-    arguments = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show"]
-    script = "distributed.cli.dask_scheduler"
-    with python("-m", script, *arguments, "--scheduler-file", str(file)) as process:
-        wait_for(lambda: file.exists() and file.read_text().endswith("}"))
-        yield process, json.loads(file.read_text())["address"]
-
-
-def dask_worker(address, name):
-    arguments = ["--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", name]
-    return python("-m", "distributed.cli.dask_worker", address, *arguments)
+    command = [sys.executable, "-m", f"distributed.cli.dask_{script}", "--no-dashboard", *arguments]
+    process = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def workers_of(address):
@@ -107,27 +95,26 @@ def workers_of(address):
         return len(client.scheduler_info()["workers"])
 
 
-def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(
-    base, whole, tmp_path, scheduler
-):
-    process, address = scheduler
-    folder = copy(base, tmp_path / "run")
-    with dask_worker(address, "one") as one, dask_worker(address, "two"):
-        wait_for(lambda: workers_of(address) == 2)
-        watcher = Watcher(1500, one.kill)
+def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, tmp_path):
+    file, options = tmp_path / "scheduler.json", ["--nthreads", "1", "--no-nanny"]
+    listen = ["--host", "127.0.0.1", "--port", "0", "--no-show", "--scheduler-file", str(file)]
+    with dask("scheduler", *listen) as process:
+        wait_for(lambda: file.exists() and file.read_text().endswith("}"))
+        address = json.loads(file.read_text())["address"]
         given = {"dask": address.removeprefix("tcp://")}
-        outcome = resume(folder, given, monitor=watcher)
-        assert outcome.summary.status == "complete"
-        assert one.wait() == -signal.SIGKILL
-        assert lines(folder) == lines(whole)
-        assert summary(folder) == summary(whole)
-        assert left(folder) == FILES
+        with dask("worker", address, *options) as one, dask("worker", address, *options):
+            wait_for(lambda: workers_of(address) == 2)
+            folder = copy(base, tmp_path / "run")
+            outcome = resume(folder, given, monitor=Watcher(1500, one.kill))
+            assert outcome.summary.status == "complete"
+            assert one.wait() == -signal.SIGKILL
+            assert lines(folder) == lines(whole)
+            assert summary(folder) == summary(whole)
+            assert left(folder) == FILES
 
-        cut = copy(base, tmp_path / "cut")
-        watcher = Watcher(1500, process.kill)
-        with refused("--dask", "--resume", kind=StudyFailed) as failed:
-            resume(cut, given, monitor=watcher)
-    assert failed.value.outcome.folder == cut
+            cut = copy(base, tmp_path / "cut")
+            with refused("--dask", "--resume", kind=StudyFailed):
+                resume(cut, given, monitor=Watcher(1500, process.kill))
     kept = lines(cut)
     assert 1 <= len(kept) < 25
     assert {*kept} < {*lines(whole)}
@@ -147,81 +134,59 @@ def group_is_gone(number):
     return True
 
 
-def ended(folder, moment, number, *arguments, alone=False):
-    """Starts the program, and signals it at so many results or seconds, whichever are first there.
+def ended(folder, results, seconds, number, *arguments, alone=False):
+    """The exit code of the program, signalled at so many results or seconds, whichever are first.
 
-    Returns the process, which has ended; its workers may not have.
+    Soon after its group of processes is gone as well.
     """
-    results, seconds, more = moment
     process = program(*arguments, module="steadygrad", start_new_session=True)
     end = time.monotonic() + seconds
     while recorded(folder) < results and time.monotonic() < end and process.poll() is None:
         time.sleep(0.002)
-    time.sleep(more)
     with suppress(ProcessLookupError):
         process.send_signal(number) if alone else os.killpg(process.pid, number)
     _, err = process.communicate()
     assert "Traceback" not in err
-    return process
+    wait_for(lambda: group_is_gone(process.pid), 20)
+    return process.returncode
 
 
 def finish(name, folder, workers):
+    """The bytes of the run at its end, but for the times of its results."""
     # On a busy machine the recorded budget may be over before.
     arguments = ["--resume", str(folder), "--workers", str(workers), "--budget", "1h"]
     code, _, err = run_program(name, *arguments, module="steadygrad")
     assert code == 0, err
     # No result was unreadable, nor came again with other numbers.
-    assert not re.search("cannot be read|differ", err), err
-
-
-@pytest.fixture(scope="module", params=STUDIES)
-def study(request, tmp_path_factory):
-    """A study's name, a run of it that was stopped early on, and the same run at its end."""
-    folder = tmp_path_factory.mktemp(request.param) / "run"
-    fixed = ["--device", "cpu", "--threads", "1", "--workers", "2", "--out", str(folder)]
-    arguments = [request.param, tiny(), *STUDIES[request.param], *fixed]
-    if request.param == "advise":
-        # Ctrl-C reaches the whole group of processes.
-        process = ended(folder, (1, 100.0, 0.0), signal.SIGINT, *arguments)
-        assert process.returncode == 130
-        wait_for(lambda: group_is_gone(process.pid), 20)
-        assert read_run(folder).summary["status"] == "interrupted"
-        assert not (folder / "stop").exists()
-    else:
-        ended(folder, (1, 100.0, 0.0), signal.SIGKILL, *arguments)
-    whole = copy(folder, folder.with_name("whole"))
-    finish(request.param, whole, 1)
-    return request.param, folder, whole
-
-
-def contents(folder):
-    """The bytes of all that a complete run consists of, but for the times of its results."""
+    assert "cannot be read" not in err
+    assert "differ" not in err
     files = (path for path in folder.iterdir() if path.is_file())
     return timeless(folder) | {path.name: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_random_moments_and_resumed_to_the_same_bytes(study, workers, tmp_path):
+@pytest.mark.parametrize("name", STUDIES)
+def test_killed_at_random_moments_and_resumed_to_the_same_bytes(name, tmp_path):
     """Each time the whole group of processes, or the coordinator without its workers."""
-    name, stopped, complete = study
-    folder, groups = copy(stopped, tmp_path / "run"), []
-    seed = random.randrange(2**32)
+    folder, seed = tmp_path / "run", random.randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
-    for to_come in range(KILLS, 0, -1):
-        now = recorded(folder)
-        most = max(1, 2 * (recorded(complete) - now) // to_come)
-        # Half of them perhaps while it starts; then in mid-trial.
-        seconds = moments.choice([100.0, 6.0 * moments.random()])
-        moment = now + moments.randint(1, most), seconds, 0.1 * moments.random()
-        arguments = [name, "--resume", str(folder), "--workers", str(workers)]
-        alone = moments.random() < 0.5
-        process = ended(folder, moment, signal.SIGKILL, *arguments, alone=alone)
-        assert process.returncode in (-signal.SIGKILL, 0)
-        groups.append(process.pid)
-        print(f"{moment}: {now} to {recorded(folder)} of {recorded(complete)} results")
-    finish(name, folder, workers)
-    assert contents(folder) == contents(complete)
+    fixed = ["--device", "cpu", "--threads", "1", "--workers", "2", "--out", str(folder)]
+    begun = [name, tiny(), *STUDIES[name], *fixed]
+    if name == "advise":
+        # Ctrl-C reaches the whole group of processes.
+        assert ended(folder, 1, 100.0, signal.SIGINT, *begun) == 130
+        assert read_run(folder).summary["status"] == "interrupted"
+        assert not (folder / "stop").exists()
+    else:
+        ended(folder, 1, 100.0, signal.SIGKILL, *begun)
+    complete = finish(name, copy(folder, tmp_path / "whole"), 1)
+    for _ in range(KILLS):
+        # Half of them perhaps while it starts.
+        results = recorded(folder) + moments.randint(1, 5)
+        seconds, alone = moments.choice([100.0, 6.0 * moments.random()]), moments.random() < 0.5
+        again = [name, "--resume", str(folder), "--workers", "2"]
+        code = ended(folder, results, seconds, signal.SIGKILL, *again, alone=alone)
+        assert code in (-signal.SIGKILL, 0)
+        print(f"{results} or {seconds}: {recorded(folder)} results")
+    assert finish(name, folder, 2) == complete
     assert not (folder / "checkpoints").exists()
-    for group in groups:
-        wait_for(lambda group=group: group_is_gone(group), 20)

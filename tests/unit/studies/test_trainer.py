@@ -16,7 +16,7 @@ from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
+from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 from steadygrad.studies.work import work_on, workplace
 from steadygrad.studies.workplace import Workplace
@@ -50,12 +50,6 @@ def test_micro_batches_change_no_number(micro):
     assert whole[3] == pytest.approx(split[3], abs=1e-12)
 
 
-def measured(trainer, folder):
-    """The noise scale at the first point of the hand-made plan."""
-    place = Workplace(trainer, Checkpoints(folder), lambda samples, what: None)
-    return noise(PLAN, place, 0)
-
-
 def test_the_task_bounds_the_micro_batch(tmp_path):
     seen = []
 
@@ -72,7 +66,8 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
     trainer.evaluate()
     # 16 of training; 64 of validation; and twice 126 of 128, the most whole micro-batches.
     assert seen == [6, 6, 4] + [6] * 10 + [4]
-    assert measured(trainer, tmp_path).samples == 252
+    place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
+    assert noise(PLAN, place, 0).samples == 252
     assert seen[-43:] == [4] + [6] * 42
 
 
@@ -86,6 +81,10 @@ def test_out_of_memory_halves_the_micro_batch():
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     with pytest.raises(InputError, match="out of memory"):
         make_trainer(tiny_task.out_of_memory(0)).fit_micro_batch(8)
+    # While the speed is measured as well.
+    trainer = make_trainer(tiny_task.out_of_memory(3), micro_batch_size=4)
+    assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
+    assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
 def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypatch):
@@ -104,25 +103,6 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypat
     for samples in (60, 8):
         work_on({"kind": "point", "samples": samples}, place)
     assert sizes == [64, 32, 16, 64]
-
-
-def test_memory_that_runs_out_while_the_speed_is_measured_halves_the_micro_batch():
-    trainer = make_trainer(tiny_task.out_of_memory(3), micro_batch_size=4)
-    assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
-    assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
-
-
-def test_an_error_in_the_backward_pass_of_a_measurement_is_the_tasks(tmp_path):
-    def per_sample_loss(model, batch):
-        found = losses(model, batch)
-        found.register_hook(tiny_task.boom)
-        return found
-
-    trainer = make_trainer()
-    measured(trainer, tmp_path)
-    trainer.task = make_task(per_sample_loss=per_sample_loss)
-    with pytest.raises(InputError, match="per_sample_loss"):
-        measured(trainer, tmp_path)
 
 
 def test_losses_that_are_not_finite_are_refused():
@@ -148,11 +128,8 @@ def test_worker_processes_that_make_batches_change_no_number():
         found.append((trainer.take_losses(), trainer.evaluate(), draws()))
     assert found[0] == found[1]
     assert len(found[0][0]) == 10
-
-
-def test_the_speed_is_measured_without_making_all_batches_of_a_run():
-    """Worker processes are handed numbers of samples as the training asks for them."""
-    trainer = make_trainer(make_task(loader_workers=1))
+    # They are handed numbers of samples as the training asks for them: the speed is measured
+    # without the batches of a whole run.
     run = trainer.run(main_order(4096, 0), 0, 1 << 40, 8)
     assert [next(run) for _ in range(3)] == [8, 16, 24]
 
@@ -168,20 +145,15 @@ def test_seeds_are_the_same_everywhere_and_differ_by_name():
     assert seed_for(1, 23) != seed_for(12, 3)
 
 
-def test_every_epoch_holds_every_sample_once():
-    order = main_order(10, 0)
-    first, second = order.take(0, 10), order.take(10, 10)
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(10))
-    assert first.tolist() != second.tolist()
-
-
 @pytest.mark.parametrize("size", [3, 40])
-def test_a_batch_size_does_not_change_the_order(size):
+def test_every_epoch_holds_every_sample_once_at_any_batch_size(size):
     head = torch.tensor([4, 2, 9])
     order = Order(10, 0, "x", head)
     parts = [order.take(start, min(size, 40 - start)) for start in range(0, 40, size)]
     epochs = [order.epoch(number) for number in range(4)]
     assert torch.equal(torch.cat(parts), torch.cat([head, *epochs])[:40])
+    assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist()) == list(range(10))
+    assert epochs[0].tolist() != epochs[1].tolist()
 
 
 def test_a_branch_starts_with_what_the_trajectory_has_not_seen():
@@ -197,30 +169,22 @@ def test_a_branch_starts_with_what_the_trajectory_has_not_seen():
 # Evaluation and generators
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["mean loss", "Task.evaluate"])
-def test_evaluation_is_in_eval_mode(own):
-    modes = []
-
-    def evaluate(model, samples):
-        modes.append([module.training for module in model.modules()])
-        return tiny_task.mean(model, samples)
-
+@pytest.mark.parametrize("evaluate", [None, tiny_task.mean])
+def test_evaluation_is_in_eval_mode(evaluate):
     def model():
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1))
 
-    trainer = make_trainer(make_task(make_model=model, evaluate=evaluate if own else None))
+    trainer = make_trainer(make_task(make_model=model, evaluate=evaluate))
     list(trainer.run(main_order(4096, 0), 0, 80, 4))
     trainer.model[2].eval()  # a part that the user froze stays as it is
     means = trainer.model[1].running_mean.clone()
     found = trainer.evaluate()
     assert [part.training for part in trainer.model.modules()] == [True, True, True, False, True]
-    features, targets = trainer.task.valid.batch(torch.arange(64))
+    assert torch.equal(trainer.model[1].running_mean, means)
     trainer.model.eval()
     with torch.no_grad():
-        expected = float((trainer.model(features) - targets).square().mean())
+        expected = tiny_task.mean(trainer.model, trainer.task.valid)
     assert found == pytest.approx(expected, rel=1e-6)  # float32 sums in another order
-    assert modes == ([[False] * 5] if own else [])
-    assert torch.equal(trainer.model[1].running_mean, means)
 
 
 def draws():
@@ -247,10 +211,6 @@ def test_every_generator_is_seeded_for_a_trial_and_evaluating_does_not_disturb_i
 
 
 # Learning rates
-
-
-def rate_of(trainer):
-    return trainer.optimizer.param_groups[0]["lr"]
 
 
 OWN = {"warmup_samples": 100, "lr_decay": "linear"}
@@ -288,12 +248,13 @@ def test_the_rate_follows_the_rule_and_its_schedule(task, rate, factors):
 def test_a_step_takes_the_rate_in_the_middle_of_its_batch(size):
     """So that the mean rate over the samples is that of the schedule, whatever the batch size."""
     trainer = make_trainer(make_task(warmup_samples=64, lr_rule="constant"))
-    rates = [rate_of(trainer) for _ in trainer.run(main_order(4096, 0), 0, 64, size)]
+    (group,), order = trainer.optimizer.param_groups, main_order(4096, 0)
+    rates = [group["lr"] for _ in trainer.run(order, 0, 64, size)]
     assert rates[0] == pytest.approx(0.001 * size / 2 / 64)
     assert math.fsum(rates) / len(rates) == pytest.approx(0.0005)
     # A branch goes on with the schedule.
-    next(trainer.run(main_order(4096, 0), 0, 8, 4, seen=32))
-    assert rate_of(trainer) == pytest.approx(0.001 * 34 / 64)
+    next(trainer.run(order, 0, 8, 4, seen=32))
+    assert group["lr"] == pytest.approx(0.001 * 34 / 64)
 
 
 # Half-lives
@@ -309,74 +270,57 @@ def test_keep_half_life(seen):
     )
     kept, plain = make_trainer(task, keep_half_life=True), make_trainer(task)
 
-    def options(trainer, rate):
-        trainer.set_rate(rate, seen)
+    def options(trainer, *size, **rate):
+        trainer.set_rate(Rate(*size, total=1000, **rate), seen)
         group = trainer.optimizer.param_groups[0]
         return group["betas"], group["lr"] * group["weight_decay"]
 
-    betas, decay = options(kept, Rate(total=1000))
+    betas, decay = options(kept)
     assert betas == (0.9, 0.999)
     assert decay == pytest.approx(0.1 * 0.001 * task.lr_factor(seen, 1000))
-    for rate in (
-        Rate(16, total=1000), Rate(16, total=1000, warmup_samples=300),
-        Rate(16, total=1000, factor=8.0),
-    ):  # fmt: skip
-        betas, found = options(kept, rate)
+    for rate in ({}, {"warmup_samples": 300}, {"factor": 8.0}):
+        betas, found = options(kept, 16, **rate)
         assert betas == (0.9, pytest.approx(0.999**4, rel=1e-12))
         # In samples the same, during the task's warm-up and decay as well.
         assert found == pytest.approx(4 * decay)
     # At another rate than the task's own, at its own batch size.
-    assert options(kept, Rate(total=1000, factor=8.0))[1] == pytest.approx(decay)
-    assert options(plain, Rate(16, total=1000))[0] == (0.9, 0.999)
+    assert options(kept, factor=8.0)[1] == pytest.approx(decay)
+    assert options(plain, 16)[0] == (0.9, 0.999)
     assert plain.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 class Lion(torch.optim.SGD):
     """Two betas, neither of them a second moment's."""
 
-    def __init__(self, params, lr=1e-3):
+    def __init__(self, params, lr):
         super().__init__(params, lr, momentum=0.9)
         self.param_groups[0]["betas"] = (0.9, 0.99)
 
 
-def stepped(kind):
-    model = nn.Linear(3, 2)
-    optimizer = kind(model.parameters(), lr=1e-3)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return optimizer
+def checked(make_optimizer):
+    trainer = make_trainer(make_task(make_optimizer=make_optimizer), keep_half_life=True)
+    trainer.check_task()
+    return trainer
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax, LANS])
 def test_the_second_of_two_betas_keeps_its_half_life(kind):
-    optimizer, task = stepped(kind), make_task()
-    assert has_second_moment(optimizer, needed=True)
-    beta1, beta2 = optimizer.param_groups[0]["betas"]
-    RateSetter(optimizer, task, True)(Rate(4 * task.batch_size))
-    assert optimizer.param_groups[0]["betas"] == pytest.approx((beta1, beta2**4), rel=1e-12)
+    trainer = checked(kind)
+    assert trainer.second_moment
+    group = trainer.optimizer.param_groups[0]
+    beta1, beta2 = group["betas"]
+    trainer.set_rate(Rate(4 * trainer.task.batch_size))
+    assert group["betas"] == pytest.approx((beta1, beta2**4), rel=1e-12)
 
 
 def test_other_betas_are_refused_where_it_is_asked_for():
-    assert not has_second_moment(stepped(Lion), needed=False)
     # Without betas only the weight decay follows.
-    assert not has_second_moment(stepped(torch.optim.SGD), needed=True)
-    # By a study before it begins.
-    task = make_task(make_optimizer=lambda params, lr: Lion(params, lr))
+    assert not checked(torch.optim.SGD).second_moment
     with pytest.raises(InputError, match="keep-half-life"):
-        make_trainer(task, keep_half_life=True).check_task()
-
-
-def test_a_schedule_of_the_users_own_changes_nothing():
-    """Its wrapped step belongs to the optimizer that the factory made."""
-
-    def make(params, lr):
-        optimizer = torch.optim.AdamW(params, lr=lr)
-        torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        return optimizer
-
-    trainer = make_trainer(make_task(make_optimizer=make), keep_half_life=True)
+        checked(Lion)
+    trainer = make_trainer(make_task(make_optimizer=Lion))
     trainer.check_task()
-    assert trainer.second_moment
+    assert not trainer.second_moment
 
 
 # States
@@ -422,22 +366,6 @@ def test_a_checkpoint_that_cannot_be_trusted_is_none(tmp_path, damage):
     checkpoints.save("there", make_trainer().state(80))
     path.with_name("there.pt").rename(path)
     assert checkpoints.load("here", 80) is None
-
-
-def test_a_state_is_a_copy_on_the_host():
-    trainer = make_trainer()
-    list(trainer.run(main_order(4096, 0), 0, 8, 4))
-    state = trainer.state(8)
-    before = state.model["0.weight"].clone()
-    moment = state.optimizer["state"][0]["exp_avg"].clone()
-    list(trainer.run(main_order(4096, 0), 8, 16, 4))
-    assert torch.equal(state.model["0.weight"], before)
-    assert torch.equal(state.optimizer["state"][0]["exp_avg"], moment)
-    assert not torch.equal(trainer.model[0].weight, before)
-    assert state.model["0.weight"].device.type == "cpu"
-    assert (state.samples, state.steps) == (8, 2)
-    trainer.load(state)
-    assert torch.equal(trainer.model[0].weight, before)
 
 
 def test_each_repeat_has_weights_of_its_own():

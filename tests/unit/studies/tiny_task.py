@@ -1,4 +1,4 @@
-"""Tasks that train in seconds, and tasks that are broken in one way each."""
+"""Tasks that train in seconds, and some that are broken."""
 
 import math
 import time
@@ -62,14 +62,10 @@ def without_dropout() -> Task:
     )
 
 
-def dependent() -> Task:
+def centered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A sample's loss depends on the others of its batch."""
-
-    def centered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        predicted = model(batch[0])
-        return (predicted - predicted.mean(0) - batch[1]).square().mean(1)
-
-    return make_task(per_sample_loss=centered)
+    predicted = model(batch[0])
+    return (predicted - predicted.mean(0) - batch[1]).square().mean(1)
 
 
 def slow() -> Task:
@@ -82,10 +78,8 @@ def slow() -> Task:
     return make_task(per_sample_loss=slowly, samples_per_second=10_000.0)
 
 
-unmeasured = partial(make_task, samples_per_second=None)
+dependent = partial(make_task, per_sample_loss=centered)
 other_data = partial(make_task, provenance={"corpus": "made up", "sha256": "1" * 64})
-already_a_mean = partial(make_task, per_sample_loss=lambda m, batch: losses(m, batch).mean())
-not_finite = partial(make_task, per_sample_loss=lambda m, batch: losses(m, batch) * math.nan)
 # Finite at first: the record has begun when training goes wrong.
 diverging = partial(make_task, make_optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=1e9 * lr))
 
@@ -107,55 +101,27 @@ def diverging_branches() -> Task:
     )
 
 
-def call_after(calls: int, work, fault):
-    """Does ``work`` so many times, then ``fault`` every time."""
-    left = [calls]
-
-    def changed(*arguments):
-        left[0] -= 1
-        return (work if left[0] >= 0 else fault)(*arguments)
-
-    return changed
-
-
 def boom(*arguments):
     raise RuntimeError("it broke\nsecond line")
 
 
-model_raises = partial(make_task, make_model=boom)
-model_is_none = partial(make_task, make_model=lambda: None)
-wrong_shapes = partial(make_task, make_model=lambda: nn.Linear(5, 1))
-frozen = partial(make_task, make_model=lambda: make_model().requires_grad_(False))
-on_meta = partial(make_task, make_model=lambda: make_model().to("meta"))
-optimizer_raises = partial(make_task, make_optimizer=boom)
-optimizer_is_none = partial(make_task, make_optimizer=lambda parameters, lr: None)
-optimizer_cannot_step = partial(make_task, make_optimizer=lambda ps, lr: torch.optim.LBFGS(ps, lr))
-evaluate_raises = partial(make_task, evaluate=boom)
-evaluate_is_none = partial(make_task, evaluate=lambda model, samples: None)
-empty = partial(make_task, train=make_data(0, 0))
-batch_too_large = partial(make_task, batch_size=5000)
+def raising() -> Task:
+    raise RuntimeError("no such corpus\nsecond line")
 
 
 def loss_raises_later() -> Task:
-    return make_task(per_sample_loss=call_after(100, losses, boom))
+    calls = []
 
+    def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(batch)
+        return (losses if len(calls) <= 100 else boom)(model, batch)
 
-def loss_is_a_mean_later() -> Task:
-    later = call_after(100, losses, lambda model, batch: losses(model, batch).mean())
-    return make_task(per_sample_loss=later)
+    return make_task(per_sample_loss=breaking)
 
 
 def mean(model: nn.Module, samples: TensorSamples) -> float:
     """An evaluation of a task's own."""
     return float(losses(model, samples.batch(torch.arange(len(samples)))).mean())
-
-
-def evaluate_raises_later() -> Task:
-    return make_task(evaluate=call_after(20, mean, boom))
-
-
-def raising() -> Task:
-    raise RuntimeError("no such corpus\nsecond line")
 
 
 def out_of_memory(most: int = 16) -> Task:
@@ -167,66 +133,6 @@ def out_of_memory(most: int = 16) -> Task:
         return losses(model, batch)
 
     return replace(without_dropout(), per_sample_loss=checked)
-
-
-class StateRaises(torch.optim.SGD):
-    state_dict = boom
-
-
-class LoadRaises(torch.optim.SGD):
-    load_state_dict = boom
-
-
-state_raises = partial(make_task, make_optimizer=lambda parameters, lr: StateRaises(parameters, lr))
-load_raises = partial(make_task, make_optimizer=lambda parameters, lr: LoadRaises(parameters, lr))
-
-
-def state_raises_later() -> Task:
-    """Not in that of the trial before the study, nor in that of the first point."""
-
-    class Odd(torch.optim.SGD):
-        state_dict = call_after(2, torch.optim.SGD.state_dict, boom)
-
-    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
-
-
-def load_raises_later() -> Task:
-    class Odd(torch.optim.SGD):
-        load_state_dict = call_after(1, torch.optim.SGD.load_state_dict, boom)
-
-    return make_task(make_optimizer=lambda parameters, lr: Odd(parameters, lr=lr))
-
-
-def trains_another_model() -> Task:
-    other = make_model()
-    return make_task(make_optimizer=lambda _, lr: torch.optim.SGD(other.parameters(), lr=lr))
-
-
-def buffer_on_meta() -> Task:
-    def model() -> nn.Module:
-        made = make_model()
-        made.register_buffer("table", torch.zeros(3, device="meta"), persistent=False)
-        return made
-
-    return make_task(make_model=model)
-
-
-class Still(torch.optim.AdamW):
-    def step(self, closure=None) -> None:
-        """Moves nothing."""
-
-
-still = partial(make_task, make_optimizer=lambda parameters, lr: Still(parameters, lr=lr))
-
-
-def evaluate_trains() -> Task:
-    def evaluate(model: nn.Module, samples: TensorSamples) -> float:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-        return 1.0
-
-    return make_task(evaluate=evaluate)
 
 
 def shared() -> Task:

@@ -1,0 +1,119 @@
+"""``steadygrad doctor``, and what a command needs of an installation: few modules are loaded."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from steadygrad import __version__, distributed
+from steadygrad.cli import doctor, main
+from steadygrad.optim import loops
+from steadygrad.optim.loops import runtime
+from tests.unit.cli.quick import ROOT
+from tests.unit.report.conftest import made_run
+from tests.unit.studies.results import write
+
+
+@pytest.fixture
+def examined(capsys, monkeypatch):
+    """What is found, in this process."""
+    # A warning is given once in a process.
+    monkeypatch.setattr(loops, "_WARNED", set())
+
+    def run():
+        assert main(["doctor", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_this_machine(examined, monkeypatch, capsys):
+    # As PyPI's metadata, which leave out the build.
+    monkeypatch.setattr(doctor, "version", lambda package: "1.0")
+    found = examined()
+    assert found["steadygrad"] == __version__
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert found["instruction set"] == torch.backends.cpu.get_cpu_capability()
+    assert found["step on cpu"] == "compiled loops (Numba)"
+    assert found["gloo"] == "works"
+    assert not torch.distributed.is_initialized()
+    # The text has a line for each value.
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r" {2,}", line)[0] for line in lines] == [*found]
+    pairs = zip(lines, found.values(), strict=True)
+    assert all(line.endswith(f"  {value}") for line, value in pairs)
+
+
+def test_what_is_broken_or_wrong_ends_nothing(examined, monkeypatch):
+    def raises():
+        raise RuntimeError("no\naddress")
+
+    monkeypatch.setattr(distributed, "check_gloo", raises)
+    monkeypatch.setattr(runtime, "_run", lambda *_: None)
+    found = examined()
+    assert found["gloo"] == "fails: RuntimeError: no address"
+    assert found["step on cpu"].startswith("fails: AssertionError: ")
+    monkeypatch.setitem(loops.BROKEN, loops.ALL, "no compiler for this machine")
+    assert examined()["step on cpu"].startswith("multi-tensor calls (")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert examined()["import torch"].startswith("fails: ModuleNotFoundError: ")
+
+
+def test_a_missing_extra_says_what_it_would_bring(examined, monkeypatch):
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    assert {*re.findall(r"^(\w+) = \[", text.partition("\n[")[0], re.M)} == {*doctor.BRINGS}
+    assert "missing cpu" not in examined()
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else real(name))
+    found = examined()
+    assert found["numba"] is None
+    assert found["missing cpu"] == f"{doctor.BRINGS['cpu']}: pip install 'steadygrad[cpu]'"
+
+
+EXTRAS = {"torch", "numpy", "scipy", "matplotlib", "rich", "msgspec", "sklearn"}
+SCRIPT = """
+import json, sys
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split()))
+from steadygrad.cli import main
+code = main(sys.argv[1:])
+print("\\n" + json.dumps([code, [name for name, found in sys.modules.items() if found]]))
+"""
+
+
+def loaded(*arguments, missing=""):
+    """The modules of the library, and the extras, that a command loads."""
+    command = [sys.executable, "-c", SCRIPT, missing, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stderr
+    ours = {name for name in modules if name.split(".")[0] == "steadygrad"}
+    return ours, EXTRAS.intersection(modules)
+
+
+@pytest.mark.parametrize(
+    ("words", "needed", "most"),
+    # A study's help needs its settings alone.
+    [("--help", set(), 7), ("doctor --help", set(), 7), ("advise --help", {"msgspec"}, 20)],
+)
+def test_a_help_text_needs_little(words, needed, most):
+    ours, extras = loaded(*words.split())
+    assert extras == needed
+    assert len(ours) <= most
+
+
+def test_the_doctor_needs_no_extra():
+    assert "torch" in loaded("doctor", missing="msgspec rich scipy")[1]
+
+
+def test_a_page_with_a_schedule_needs_no_torch_and_no_other_study(tmp_path):
+    run = made_run()
+    assert run.summary["schedule"]["advised"]
+    write(tmp_path / "run", *run.results, header=run.header, summary=run.summary)
+    ours, extras = loaded("report", str(tmp_path / "run"))
+    assert extras <= {"msgspec", "matplotlib", "numpy", "scipy"}
+    assert not any(f".{other}" in name for name in ours for other in ("compare", "inspect"))
