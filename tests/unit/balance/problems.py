@@ -57,10 +57,6 @@ def same_y(y, names=WEIGHTS):
     return dict.fromkeys(names, y)
 
 
-def partial_gradients(losses, y):
-    return {k: torch.autograd.grad(v, y, retain_graph=True)[0] for k, v in losses.items()}
-
-
 def go_back(balancer, y, losses=losses_of, call="backward", **options):
     """A backward pass of losses made from a mapping of copies of y, by either call."""
     if call == "fork":
@@ -116,3 +112,11 @@ class Scaler(nn.Module):
 
     def scale(self, outputs):
         return self.factor * outputs
+
+
+class Aggregator(nn.Module):
+    """Weighs gradients by a function of their inner products; a module, as TorchJD's are."""
+
+    def __init__(self, weigh):
+        super().__init__()
+        self.gramian_weighting = weigh

@@ -1,5 +1,7 @@
 """Small models of every shape that a gradient can flow through, and modules to choose in each."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -7,228 +9,136 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 
 
-class Block(nn.Module):
-    def __init__(self):
+class Net(nn.Module):
+    """Modules by name, and a function of this net and of what it is called with."""
+
+    def __init__(self, function, **modules):
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
 
-    def forward(self, x):
-        return torch.tanh(self.lin(x))
-
-
-class Chain(nn.Module):
-    """Registered in the order 0 1 2, or the other way round."""
-
-    def __init__(self, backwards=False, identity=False):
-        super().__init__()
-        names = ["a", "b", "c"]
-        for name in reversed(names) if backwards else names:
-            setattr(self, name, Block())
-        if identity:
-            self.identity = nn.Identity()
-        self.last = identity
-
-    def forward(self, x):
-        x = self.c(self.b(self.a(x)))
-        return self.identity(x) if self.last else x
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.out = Block(), Block(), nn.Linear(WIDTH, 2)
-
-    def forward(self, x):
-        x = x + self.a(x)
-        x = x + self.b(x)
-        return self.out(x)
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
 
 
-class Reused(nn.Module):
+def block():
+    return Net(lambda net, x: torch.tanh(net.lin(x)), lin=linear())
+
+
+def residual():
+    def function(net, x):
+        x = x + net.a(x)
+        x = x + net.b(x)
+        return net.out(x)
+
+    return Net(function, a=block(), b=block(), out=nn.Linear(WIDTH, 2))
+
+
+def reused():
     """One block three times in a row, and once more beside itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.again = nn.Linear(WIDTH, WIDTH), Block()
+    def function(net, x):
+        x = net.again(net.again(net.again(net.first(x))))
+        return x * net.again(x)
 
-    def forward(self, x):
-        x = self.again(self.again(self.again(self.first(x))))
-        return x * self.again(x)
+    return Net(function, first=linear(), again=block())
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.outer = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
-        self.after = Block()
-
-    def forward(self, x):
-        return self.after(self.outer(x)) + self.outer(x)
-
-
-class Attention(nn.Module):
+def attention():
     """Keywords, several inputs of which two are one tensor, and a dictionary as output."""
 
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, query, *, memory, options=None):
-        weights = torch.softmax(self.q(query) @ self.k(memory["keys"]).mT, -1)
-        found = weights @ self.v(memory["values"])
+    def inner(net, query, *, memory, options=None):
+        weights = torch.softmax(net.q(query) @ net.k(memory["keys"]).mT, -1)
+        found = weights @ net.v(memory["values"])
         return {"found": found, "nest": [weights, (query, None)], "n": 3}
 
-
-class KeywordModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        h = self.norm(x)
-        out = self.attention(query=h, memory={"keys": h, "values": x}, options={"mode": "soft"})
+    def function(net, x):
+        h = net.norm(x)
+        out = net.attention(query=h, memory={"keys": h, "values": x}, options={"mode": "soft"})
         return x + out["found"] * out["nest"][0].sum() + out["nest"][1][0]
 
+    layers = {name: linear() for name in "qkv"}
+    return Net(function, attention=Net(inner, **layers), norm=nn.LayerNorm(WIDTH))
 
-class InPlace(nn.Module):
+
+def in_place():
     """In place on a scaled output, first thing in a scaled module, and between two of them."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.relu = nn.Linear(WIDTH, WIDTH), Block(), nn.ReLU(inplace=True)
-        self.c = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        h = self.a(x)
+    def function(net, x):
+        h = net.a(x)
         h.mul_(2)
-        h = self.relu(h) + 1
-        h = self.c(h)
+        h = net.relu(h) + 1
+        h = net.c(h)
         h += 1
-        return self.b(h)
+        return net.b(h)
+
+    c = nn.Sequential(nn.ReLU(inplace=True), linear())
+    return Net(function, a=linear(), b=block(), relu=nn.ReLU(inplace=True), c=c)
 
 
-class Clamp(nn.Module):
-    def forward(self, x):
-        x.mul_(3).add_(1)
-
-
-class CallerRelies(nn.Module):
+def caller_relies():
     """The caller uses an argument that a scaled module has changed in place."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.change, self.b = nn.Linear(WIDTH, WIDTH), Clamp(), Block()
+    def change(net, x):
+        x.mul_(3).add_(1)
 
-    def forward(self, x):
-        h = self.a(x)
-        self.change(h)
-        return self.b(h) + h
+    def function(net, x):
+        h = net.a(x)
+        net.change(h)
+        return net.b(h) + h
 
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        state = torch.zeros_like(x)
-        total = 0.0
-        for _ in range(4):
-            state = self.cell(x, state)
-            total = total + self.out(state)
-        return total + state
+    return Net(function, a=linear(), change=Net(change), b=block())
 
 
-class PassThrough(nn.Module):
+def passed_through():
     """A scaled module that returns its input beside what it computes from it."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = Returns()
-        self.out = Block()
-
-    def forward(self, x):
+    def function(net, x):
         x = x * 2
-        same, value = self.inner(x)
-        return self.out(same) * value + x
+        same, value = net.inner(x)
+        return net.out(same) * value + x
+
+    inner = Net(lambda net, x: (x, net.lin(x) * net.gain), lin=linear())
+    inner.gain = nn.Parameter(torch.ones(WIDTH))
+    return Net(function, inner=inner, out=block())
 
 
-class Returns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.ones(WIDTH))
+def checkpointed(reentrant):
+    def function(net, x):
+        x = net.a(x)
+        x = checkpoint(net.b, x, use_reentrant=reentrant)
+        return net.c(x) + x
 
-    def forward(self, x):
-        return x, self.lin(x) * self.gain
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.a, self.b, self.c = Block(), Block(), Block()
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        x = self.a(x)
-        x = checkpoint(self.b, x, use_reentrant=self.reentrant)
-        return self.c(x) + x
+    return Net(function, a=block(), b=block(), c=block())
 
 
-class TiedWhole(nn.Module):
-    """Tied weights with everything that uses them in one chosen module."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Tied()
-        self.out = Block()
-
-    def forward(self, x):
-        return self.out(self.inner(x))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.down.weight = self.up.weight
-
-    def forward(self, x):
-        return self.down(torch.sin(self.up(x)))
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x):
-        tokens = (x.abs() * 100).long() % 5
-        return self.head(self.encoder(self.embed(tokens)))
+def tied():
+    """Two layers that share their weight."""
+    net = Net(lambda net, x: net.down(torch.sin(net.up(x))), up=linear(), down=linear())
+    net.down.weight = net.up.weight
+    return net
 
 
 # Name: how it is made, and what is chosen.
 CASES = {
-    "sequential, identity at the end": (lambda: Chain(identity=True), {"a": 4.0, "b": 8.0, "c": 2}),
-    "sequential": (Chain, {"a": 4.0, "b": 8.0, "c": 2.0}),
-    "other order": (lambda: Chain(backwards=True), {"a": 4.0, "b": 8.0, "c": 2.0}),
-    "residual": (Residual, {"a": 4.0, "b": 0.25}),
-    "reused": (Reused, {"again": 16.0}),
-    "container": (Nested, {"outer": 16.0}),
-    "container and leaf": (Nested, {"outer": 16.0, "outer.1.lin": 4.0, "after": 2.0}),
-    "keywords, dictionary": (KeywordModel, {"attention": 8.0, "attention.q": 4.0, "norm": 2.0}),
-    "in place": (InPlace, {"a": 4.0, "b": 8.0, "c": 16.0, "relu": 2.0}),
-    "in place outside": (InPlace, {"a": 4.0, "b": 8.0, "c.1": 16.0}),
-    "caller relies on it": (CallerRelies, {"change": 4.0, "b": 8.0}),
-    "recurrent": (Recurrent, {"cell": 8.0, "out": 2.0}),
-    "passed through": (PassThrough, {"inner": 8.0, "inner.lin": 4.0}),
-    "checkpoint": (lambda: Checkpointed(False), {"a": 4.0, "b": 8.0, "b.lin": 2.0}),
-    "reentrant checkpoint": (lambda: Checkpointed(True), {"a": 4.0, "b": 8.0, "b.lin": 2.0}),
-    "tied inside": (TiedWhole, {"inner": 8.0, "out": 2.0}),
-    "transformer": (Transformer, {"embed": 2.0, "encoder.layers.*": 8.0, "**.linear1": 4.0}),
+    "sequential": (
+        lambda: nn.Sequential(block(), block(), block(), nn.Identity()),
+        {"0": 4.0, "1": 8.0, "1.lin": 0.5, "2": 2.0},
+    ),
+    "residual": (residual, {"a": 4.0, "b": 0.25}),
+    "reused": (reused, {"again": 16.0}),
+    "keywords, dictionary": (attention, {"attention": 8.0, "attention.q": 4.0, "norm": 2.0}),
+    "in place": (in_place, {"a": 4.0, "b": 8.0, "c": 16.0, "relu": 2.0}),
+    "in place outside": (in_place, {"a": 4.0, "b": 8.0, "c.1": 16.0}),
+    "caller relies on it": (caller_relies, {"change": 4.0, "b": 8.0}),
+    "passed through": (passed_through, {"inner": 8.0, "inner.lin": 4.0}),
+    "checkpoint": (partial(checkpointed, False), {"a": 4.0, "b": 8.0, "b.lin": 2.0}),
+    "reentrant checkpoint": (partial(checkpointed, True), {"a": 4.0, "b": 8.0, "b.lin": 2.0}),
 }
 
 # A chosen module changes its argument: compiled code could not hand that back.
@@ -237,14 +147,14 @@ REFUSED_COMPILED = {"in place", "caller relies on it"}
 REORDERED = {"keywords, dictionary"}
 
 
-def model_of(case, dtype=torch.float32):
+def model_of(case):
     torch.manual_seed(0)
-    return CASES[case][0]().to(dtype)
+    return CASES[case][0]()
 
 
-def data_of(case, dtype=torch.float32):
+def data_of(case):
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(5, WIDTH, generator=draw).to(dtype)
+    return torch.randn(5, WIDTH, generator=draw)
 
 
 def loss_of(model, x):

@@ -1,38 +1,145 @@
-"""Gradients at a boundary: between neighbours, in float16, measured, and refused ones."""
+"""Gradients at a boundary are exact whatever the topology: eager, compiled, float16, exchanged."""
+
+import gc
 
 import pytest
 import torch
+from torch import nn
 
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
+from tests.unit.scale.cases import (
+    CASES,
+    REFUSED_COMPILED,
+    REORDERED,
+    Net,
+    data_of,
+    loss_of,
+    model_of,
+)
 from tests.unit.scale.training import (
     SCALES,
     Poison,
+    Shrink,
     assert_equal,
     loss_on,
     make,
+    take_step,
     unscaled_gradients,
 )
-from tests.unit.test_nests import HIDDEN, KINDS
+from tests.unit.test_nests import HIDDEN
+
+# The compiler makes one itself, for each autograd function that it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")
 
 
-class Shrink(torch.nn.Linear):
-    """Its input's gradient is some 2**12 times smaller than its output's."""
+def gradients_of(case, scales=None, *, compiled=False):
+    """Unscaled gradients, and the loss; without a scaler if there are no scales."""
+    torch.compiler.reset()
+    model, losses = model_of(case), []
 
-    def forward(self, x):
-        return super().forward(x) * 2.0**-12
+    def loss(model):
+        called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        losses.append(loss_of(called, data_of(case)))
+        return losses[0]
+
+    if scales:
+        return unscaled_gradients(model, scales, loss, init_scale=2.0**5), losses[0].detach()
+    loss(model).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, losses[0].detach()
+
+
+def assert_same(found, expected, *, exact):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        # Sums of a few float32 numbers in another order, relative to the tensor's largest.
+        atol = 0.0 if exact else 2e-6 * gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=atol, msg=name)
+
+
+COMPILED = [
+    pytest.param(case, True, marks=pytest.mark.slow)
+    for case in CASES
+    if case not in REFUSED_COMPILED
+]
+
+
+@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in CASES), *COMPILED])
+def test_gradients_are_the_plain_ones_to_the_bit(case, compiled):
+    plain, loss = gradients_of(case, compiled=compiled)
+    scaled, same_loss = gradients_of(case, CASES[case][1], compiled=compiled)
+    assert torch.equal(loss, same_loss)
+    assert_same(scaled, plain, exact=case not in REORDERED)
+    if case in REORDERED:
+        ones, _ = gradients_of(case, dict.fromkeys(CASES[case][1], 1.0), compiled=compiled)
+        assert_same(scaled, ones, exact=True)
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED_COMPILED))
+def test_a_changed_argument_is_refused_in_compiled_code(case):
+    # torch wraps what a callback raises while it traces.
+    with pytest.raises(Exception, match="in place"):
+        gradients_of(case, CASES[case][1], compiled=True)
+
+
+def test_scales_change_without_another_compilation():
+    torch.compiler.reset()
+    model, x = model_of("sequential"), data_of("sequential")
+    scaler = LayerwiseGradScaler(model, {"0": 4.0, "2": 2.0}, growth_interval=1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    expected, _ = gradients_of("sequential")
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(compiled, x)).backward()
+        # Scaled inside, and plain outside.
+        assert torch.equal(model[0].lin.weight.grad, 4 * 2**step * expected["0.lin.weight"])
+        assert torch.equal(model[1].lin.weight.grad, expected["1.lin.weight"])
+        scaler.step(optimizer)
+        scaler.update()
+    assert counter.frame_count == 1
+
+
+def test_code_that_was_compiled_before_the_scaler_is_noticed():
+    torch.compiler.reset()
+    model, x = model_of("residual"), data_of("residual")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    scaler = LayerwiseGradScaler(model, {"a": 4.0})
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler.scale(loss_of(compiled, x)).backward()
+    with pytest.raises(ValueError, match="'a' never called"):
+        scaler.step(optimizer)
+
+
+def test_a_layer_that_took_no_part_may_have_zeros():
+    model, x = model_of("residual"), data_of("residual")
+    scaler = LayerwiseGradScaler(model, {"a": 4.0})
+    model.a.lin.weight.grad = torch.zeros(6, 6)
+    loss_of(lambda y: model.out(model.b(y)), x).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.b.lin.weight.detach().clone()
+    scaler.step(optimizer)
+    assert not torch.equal(model.b.lin.weight, before)
+
+
+def layers(count, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))).to(dtype)
 
 
 def shrinking(dtype, scales):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Shrink(8, 8) for _ in range(3))).to(dtype)
+    model = nn.Sequential(*(Shrink(8, 8) for _ in range(3))).to(dtype)
     _scaler = LayerwiseGradScaler(model, scales)
-    model(torch.ones(4, 8, dtype=dtype)).float().sum().backward()
+    (model(torch.ones(4, 8, dtype=dtype)).float().sum() * 2.0**-6).backward()
     return model
 
 
 def test_between_neighbours_the_plain_gradient_need_not_be_representable():
-    scales = {"0": 2.0**30, "1": 2.0**20, "2": 2.0**8}
+    scales = {"0": 2.0**30, "1": 2.0**20, "2": 2.0**12}
     half, full = shrinking(torch.float16, scales), shrinking(torch.float32, scales)
     for found, expected in zip(half.parameters(), full.parameters(), strict=True):
         error = (found.grad.float() - expected.grad).abs().max()
@@ -63,11 +170,10 @@ def test_a_listener_between_neighbours_hears_the_plain_gradient(listen):
 
 
 def test_masters_keep_what_float16_could_not():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).half()
+    model = layers(2, torch.float16)
     optimizer = LANS(model.parameters(), lr=0.1)
     scaler = LayerwiseGradScaler(model, {"*": 2.0**6}, init_scale=2.0**20)
-    loss = model(torch.ones(4, 8).half()).float().sum() * 2.0**-28
+    loss = model(torch.ones(4, 4).half()).float().sum() * 2.0**-28
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     gradient = model[0].weight.grad
@@ -93,17 +199,16 @@ def test_sees_an_overflow_in_a_pass_that_makes_a_graph():
 
 
 def test_what_a_module_does_to_its_output_later_does_not_reach_the_next():
-    class Keeps(torch.nn.Linear):
-        def forward(self, x):
-            self.last = super().forward(x)
-            return self.last
+    kept = []
 
-    torch.manual_seed(0)
-    first, second = Keeps(4, 4), torch.nn.Linear(4, 4)
-    model = torch.nn.Sequential(first, second)
-    _scaler = LayerwiseGradScaler(model, {"*": 2.0})
+    def keeps(net, x):
+        kept.append(net.lin(x))
+        return kept[0]
+
+    first, second = Net(keeps, lin=nn.Linear(4, 4)), nn.Linear(4, 4)
+    _scaler = LayerwiseGradScaler(nn.Sequential(first, second), {"*": 2.0})
     between = first(torch.ones(2, 4))
-    first.last.mul_(3)
+    kept[0].mul_(3)
     with torch.no_grad():
         expected = second(between)
     assert torch.equal(second(between), expected)
@@ -130,13 +235,9 @@ def test_a_backward_pass_on_the_other_side_of_an_update_is_refused():
 )
 def test_scales_whose_product_no_float32_holds(scales, loss_scale):
     """Neither do the gradients overflow nor the numbers that multiply them."""
-    linear = torch.nn.Linear
 
     def gradients(scales, loss_scale):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            linear(4, 4), torch.nn.Sequential(*(linear(4, 4) for _ in range(2)))
-        )
+        model = layers(1).append(layers(2))
         loss = lambda model: model(torch.ones(3, 4)).square().sum()
         return unscaled_gradients(model, scales, loss, init_scale=loss_scale)
 
@@ -145,47 +246,52 @@ def test_scales_whose_product_no_float32_holds(scales, loss_scale):
     assert_equal(gradients(scales, loss_scale), expected)
 
 
-def test_batched_gradients_pass():
-    """Numbers that stand for a batch of them cannot be read by the host."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-    _scaler = LayerwiseGradScaler(model, {"0": 4.0})
-    x = torch.ones(3, 4, requires_grad=True)
-    out = model(x).sum(0)
-    (whole,) = torch.autograd.grad(out, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
-    rows = [torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in torch.eye(2)]
-    assert torch.equal(whole, torch.stack(rows))
-    assert torch.equal(whole[:, 0], model[0].weight)
-
-
-class Returns(torch.nn.Linear):
-    """Returns a nest, and takes one."""
-
-    def __init__(self, make_nest, value_of):
-        super().__init__(4, 4)
-        self.make_nest, self.value_of = make_nest, value_of
-
-    def forward(self, nest):
-        return self.make_nest(super().forward(self.value_of(nest)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_in_every_kind_of_nest_are_the_plain_ones(kind):
-    """Which are those that `LossBalancer.fork` takes, too."""
-    make_nest, value_of = KINDS[kind]
-
-    def gradients(scales):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(Returns(make_nest, value_of) for _ in range(3)))
-        nest = make_nest(torch.ones(2, 4, requires_grad=True))
-        return unscaled_gradients(model, scales, lambda m: value_of(m(nest)).square().sum())
-
-    assert_equal(gradients({"0": 4.0, "1": 8.0}), gradients({}))
-
-
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_outputs_that_cannot_be_taken_apart_are_refused(kind):
     make_nest, remedy = HIDDEN[kind]
-    model = torch.nn.Sequential(Returns(make_nest, lambda tensor: tensor))
+    model = nn.Sequential(Net(lambda net, x: make_nest(net.lin(x)), lin=nn.Linear(4, 4)))
     _scaler = LayerwiseGradScaler(model, {"0": 2.0})
     with pytest.raises(ValueError, match=rf"'0'.*{remedy}"):
         model(torch.ones(2, 4))
+
+
+def exchange(model):
+    """All parameters become others, which ids of the old ones may name; gone are the old ones."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    gc.collect()
+
+
+def turn_round(model):
+    """Parameters move to another layer: their objects are known and stay alive."""
+    first, last = model[0].weight, model[-1].weight
+    model[0].weight, model[-1].weight = last, first
+
+
+@pytest.mark.parametrize("change", [exchange, turn_round], ids=lambda change: change.__name__)
+def test_exchanged_parameters_are_unscaled_by_their_layer_s_scale(change):
+    """After a first step, in which all parameters were looked up."""
+
+    def gradients(scales):
+        model = layers(12)
+        scaler = LayerwiseGradScaler(model, scales, process_group=None)
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            take_step(optimizer, scaler, model(torch.ones(4, 4)).square().sum())
+            found = {name: p.grad for name, p in model.named_parameters()}
+            change(model)
+        return found
+
+    assert_equal(gradients({str(i): 2.0 ** (i % 5 + 1) for i in range(12)}), gradients({}))
+
+
+def test_parameters_of_another_model_carry_the_losss_scale_alone():
+    model, other = layers(1), nn.Linear(4, 1)
+    scaler = LayerwiseGradScaler(model, {"0": 8.0}, init_scale=4.0)
+    optimizer = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.0)
+    x = torch.ones(2, 4)
+    plain = torch.autograd.grad(other(model[0].forward(x)).sum(), [*other.parameters()])
+    for _ in range(2):
+        take_step(optimizer, scaler, other(model(x)).sum())
+        for parameter, expected in zip(other.parameters(), plain, strict=True):
+            assert torch.equal(parameter.grad, expected)
