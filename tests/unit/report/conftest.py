@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 from markupsafe import Markup
-from matplotlib.colors import to_rgb
 from msgspec.structs import replace
 
 from steadygrad.studies import charts
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.folder import Results, Run
-from steadygrad.studies.page import render
 from tests.unit.studies.advise.events import make_header, studied
 
 POINTS = (1024, 4096)
@@ -47,14 +45,10 @@ def made_run(
     settings: dict[str, Any] | None = None,
     edit: Callable[[Any], Any] = lambda result: result,
 ) -> Run:
-    """A run with the summary that the study itself would write.
+    """A run with the summary that the study itself would write, and other fields of its header.
 
-    Args:
-        points: Points of training that were reached; with all of them, the runs are there, too.
-        status: None leaves out the summary.
-        task: Fields of the task to replace.
-        settings: Fields of the settings to replace.
-        edit: Changes a result, before it is summarized.
+    So many ``points`` of training were reached; with all of them, the runs are there, too.
+    Without a ``status`` there is no summary. ``edit`` changes a result before it is summarized.
     """
     header = make_header(POINTS, task={**TASK, **(task or {})}, settings=settings)
     found = [
@@ -72,16 +66,9 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts, "_svg", lambda *_, **__: Markup(""))
 
 
-@pytest.fixture(scope="session")
-def whole_page() -> str:
-    """The page of the whole run, with its drawings."""
-    return render(made_run())
-
-
 def luminance(colour: str) -> float:
-    """The relative luminance (WCAG 2) of ``#rrggbb``, or of a browser's ``rgb(r, g, b)``."""
-    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
-    channels = to_rgb(colour) if colour.startswith("#") else parts
+    """The relative luminance (WCAG 2) of a browser's ``rgb(r, g, b)``."""
+    channels = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

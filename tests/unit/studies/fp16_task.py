@@ -86,15 +86,6 @@ def batch_norm() -> Task:
     )
 
 
-def noisy() -> Task:
-    """Random numbers in the loss do not touch the gradients."""
-    task = healthy()
-    return replace(
-        task,
-        per_sample_loss=lambda m, b: task.per_sample_loss(m, b) + torch.rand(len(b[0])),
-    )
-
-
 def wide_net() -> nn.Module:
     first, middle = nn.Linear(8, 32), nn.Linear(32, 32)
     return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, 1))

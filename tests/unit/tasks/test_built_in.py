@@ -1,5 +1,11 @@
-"""Promises of every built-in task, and of the tasks in the examples."""
+"""Built-in tasks: promises of all, and of the examples' tasks; then the data and models of each."""
 
+import hashlib
+import json
+import math
+import sys
+import sysconfig
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -7,25 +13,48 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from steadygrad._checks import InputError
+from steadygrad.studies.folder import read_run
 from steadygrad.tasks import BUILT_IN, load_task, mean_loss, to_device
+from steadygrad.tasks.char_lm import (
+    OTHER,
+    VOCABULARY,
+    char_lm,
+    encode,
+    read_corpus,
+    source_names,
+    windows,
+)
 from steadygrad.tasks.check import check_losses
+from steadygrad.tasks.digits import digit_losses
+from tests.unit.cli.quick import run_program
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
 NAMES = ["my_task.py", "my_loader_task.py", "my_hf_task.py"]
-SPECS = {**{name: name for name in BUILT_IN}, **{n: f"{EXAMPLES / n}:make_task" for n in NAMES}}
+SPECS = {name: name for name in BUILT_IN}
+SPECS |= {name: f"{ROOT / 'examples' / name}:make_task" for name in NAMES}
+loaded = cache(load_task)
 
 
-@pytest.fixture(scope="module", params=SPECS)
+def made(task):
+    """A new model of a task."""
+    torch.manual_seed(0)
+    return task.make_model()
+
+
+# All
+
+
+@pytest.fixture(params=SPECS)
 def task(request):
     if request.param == "my_hf_task.py":
         pytest.importorskip("transformers", reason="of the dependency group hf")
-    return load_task(SPECS[request.param])
+    return loaded(SPECS[request.param])
 
 
 @pytest.fixture
 def model(task):
-    torch.manual_seed(0)
-    return task.make_model()
+    return made(task)
 
 
 def test_a_sample_alone_has_the_loss_it_has_in_a_batch(task, model):
@@ -73,7 +102,7 @@ TOKENS = {"char-lm": 64}
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_task_says_its_speed_and_origin_and_leads_with_the_batch(name):
-    task = load_task(name)
+    task = loaded(name)
     assert (task.name, task.tokens_per_sample) == (name, TOKENS.get(name))
     assert task.samples_per_second > 0
     assert len(task.provenance["sha256"]) == 64
@@ -91,3 +120,252 @@ def test_a_built_in_task_says_its_speed_and_origin_and_leads_with_the_batch(name
     assert leading == dict.fromkeys(layers, (3, 3))
     supported = (nn.Linear, nn.Conv2d, nn.Embedding, nn.LayerNorm)
     assert all(type(layer) in supported for layer in layers)
+
+
+# The corpus of characters, and its model
+
+
+def decode(tokens):
+    """Tokens back into text; ``OTHER`` reads as U+FFFD."""
+    return "".join((VOCABULARY + "\N{REPLACEMENT CHARACTER}")[token] for token in tokens)
+
+
+def write(root, names, text="x = 1\n"):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n{text}", newline="")
+    return root
+
+
+MANY = [f"m{i}.py" for i in range(60)]
+
+
+def test_tests_packages_caches_and_machine_files_are_left_out(tmp_path):
+    # Sorted as whole paths: folder by folder "a" would come before "a.py".
+    kept = ["B.py", "a.py", "a/b.py", "pkg/__init__.py", "pkg/testing.py", "unittest/case.py"]
+    dropped = [
+        "test/test_a.py",
+        "pkg/tests/test_b.py",
+        "idlelib/idle_test/d.py",
+        "site-packages/e.py",
+        "dist-packages/f.py",
+        "__pycache__/g.py",
+        "encodings/cp1252.py",
+        "pydoc_data/topics.py",
+        "config-3.11-x86_64-linux-gnu/python-config.py",
+        "_sysconfigdata__linux_x86_64-linux-gnu.py",
+        "sitecustomize.py",
+        "notes.txt",
+    ]
+    assert source_names(write(tmp_path, kept + dropped)) == kept
+
+
+def test_whole_files_are_held_out(tmp_path):
+    train, valid, _ = read_corpus(write(tmp_path, MANY))
+    for name in MANY:
+        # About one path in twenty, whatever else there is.
+        held_out = hashlib.sha256(name.encode()).digest()[0] < 13
+        assert (f"# {name}\n" in valid, f"# {name}\n" in train) == (held_out, not held_out)
+    assert len(train + valid) == sum(len(f"# {name}\nx = 1\n") for name in MANY)
+
+
+def test_the_digest_sees_names_borders_and_every_byte(tmp_path):
+    roots = [write(tmp_path / name, MANY) for name in ("none", "again", "byte", "name", "border")]
+    none, again, byte, name, border = roots
+    (byte / "m3.py").write_text("# m3.py\nx = 2\n")
+    (name / "m9.py").rename(name / "m9a.py")  # still the last in order
+    # m30.py follows m3.py: one file that swallows the next one's name and text.
+    swallowed = "m30.py" + (border / "m30.py").read_text()
+    (border / "m30.py").unlink()
+    (border / "m3.py").write_text((border / "m3.py").read_text() + swallowed)
+    # Wherever the folder lies.
+    assert read_corpus(none) == read_corpus(again)
+    assert len({read_corpus(root)[2]["sha256"] for root in roots}) == 4
+
+
+def test_bytes_that_are_not_utf8_and_windows_line_ends(tmp_path):
+    root = write(tmp_path, MANY, "x = 1\r\n")
+    (root / "latin.py").write_bytes("name = 'é'\n".encode("latin-1"))
+    train, *_ = read_corpus(root)
+    assert "name = '\ufffd'\n" in train
+    assert "\r" not in train
+    assert train.endswith("\nx = 1\n")
+
+
+def test_too_few_files_are_refused(tmp_path, monkeypatch):
+    for folder in (tmp_path / "python311.zip", write(tmp_path, ["m1.py"])):
+        with pytest.raises(InputError, match=str(folder)):
+            read_corpus(folder)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    with pytest.raises(InputError, match=str(tmp_path / "none")):
+        read_corpus()
+
+
+def test_tokens_are_one_byte_a_character():
+    tokens = encode("def f():\n    return '~' # é\t日\x00𝄞")
+    assert decode(tokens) == "def f():\n    return '~' # \ufffd\ufffd\ufffd\ufffd\ufffd"
+    assert tokens[-1] == OTHER == 96
+    assert list(encode(VOCABULARY)) == list(range(96))
+
+
+@pytest.mark.parametrize(("length", "count"), [(5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_windows_overlap_in_the_last_target_alone(length, count):
+    text = "abcdefghijklm"[:length]
+    expected = [list(encode(text[4 * i : 4 * i + 5])) for i in range(count)]
+    assert windows(text, 4).tolist() == expected
+
+
+def test_samples_are_the_librarys_text_in_order():
+    task = loaded("char-lm")
+    text, held_out, provenance = read_corpus()
+    inputs, targets = task.train.batch(torch.tensor([0, 1000]))
+    for row, start in enumerate((0, 64_000)):
+        expected = text[start : start + 65]
+        assert decode(inputs[row].tolist()) == expected[:-1]
+        assert decode(targets[row].tolist()) == expected[1:]
+    rows = [decode(row) for row in task.valid.batch(torch.arange(256))[0].tolist()]
+    plain = [row for row in rows if "\ufffd" not in row]
+    assert len(plain) > 200
+    assert all(row in held_out for row in plain)
+    assert (len(task.valid), task.sample, task.provenance) == (256, "sequence", provenance)
+    assert len(task.train) > 100_000
+
+
+def test_a_new_model_knows_nothing():
+    task = loaded("char-lm")
+    model = made(task)
+    assert sum(p.numel() for p in model.parameters()) == 248_737
+    with torch.no_grad():
+        losses = task.per_sample_loss(model, task.valid.batch(torch.arange(64)))
+    # Uniform over 97 tokens is log(97); weights of 0.02 make logits of about 0.2, hence the 3%.
+    assert losses.mean().item() == pytest.approx(math.log(97), rel=0.03)
+
+
+def test_no_character_sees_the_future_and_positions_matter():
+    model = made(loaded("char-lm"))
+    tokens = torch.randint(97, (2, 64), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 40] = (changed[:, 40] + 1) % 97
+    with torch.no_grad():
+        before, after, alike = model(tokens), model(changed), model(torch.full((1, 64), 5))
+    # The same float32 kernels run on the same prefix.
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-6)
+    assert (before[:, 40:] - after[:, 40:]).abs().amax(2).min() > 1e-6
+    assert (alike[0, 1:] - alike[0, :-1]).abs().amax(1).min() > 1e-3
+
+
+def test_sizes_are_arguments():
+    task = char_lm(context=16, width=32)
+    model, (inputs, _) = task.make_model(), task.train.batch(torch.tensor([1, 0]))
+    assert (task.tokens_per_sample, inputs.shape) == (16, (2, 16))
+    assert model.positions.weight.shape == (16, 32)
+    # A sequence may be shorter.
+    assert model(inputs[:, :10]).shape == (2, 10, 97)
+
+
+# Digits
+
+
+def test_training_and_held_out_images_are_all_the_images_once():
+    from sklearn.datasets import load_digits
+
+    classifier, autoencoder = loaded("digits-classifier"), loaded("digits-autoencoder")
+    for task in (classifier, autoencoder):
+        assert (len(task.train), len(task.valid), task.sample) == (1500, 297, "image")
+    digits = load_digits()
+    parts = [classifier.train.batch(torch.arange(1500)), classifier.valid.batch(torch.arange(297))]
+    ours = [
+        (label, *(16 * image).flatten().tolist())
+        for images, labels in parts
+        for image, label in zip(images, labels.tolist(), strict=True)
+    ]
+    theirs = [(label, *row) for label, row in zip(digits.target, digits.data, strict=True)]
+    assert sorted(ours) == sorted(theirs)
+    # The order comes from hashes of the image numbers: it must not follow a library's version.
+    assert parts[0][1][:12].tolist() == [0, 4, 0, 7, 5, 5, 5, 7, 9, 7, 0, 6]
+    assert classifier.provenance["sha256"].startswith("87ff0c9e40dc7e2c")
+    assert torch.equal(parts[1][0].flatten(1), autoencoder.valid.batch(torch.arange(297)))
+
+
+def test_losses_are_of_single_images():
+    task = loaded("digits-autoencoder")
+    model, images = made(task), task.train.batch(torch.arange(3))
+    by_hand = ((model(images) - images) ** 2).sum(1) / 64
+    # float32, two orders of summation.
+    torch.testing.assert_close(task.per_sample_loss(model, images), by_hand, rtol=1e-5, atol=0)
+    task = loaded("digits-classifier")
+    model, (images, labels) = made(task), task.train.batch(torch.arange(3))
+    by_hand = -model(images).log_softmax(1)[torch.arange(3), labels]
+    found = task.per_sample_loss(model, (images, labels))
+    torch.testing.assert_close(found, by_hand, rtol=1e-5, atol=0)
+
+
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(InputError, match=r"steadygrad\[cli\]"):
+        load_task("digits-classifier")
+
+
+STARVED = {"embed", *(f"blocks.{i}" for i in range(6)), "pool", "digit"}
+# The loss of guessing is ln 10 = 2.30.
+UNTRAINED, TRAINED = 2.2, 1.7
+# Alone, the digits train at 2**-6, and do not at 2**-8.
+TOO_SMALL = 2.0**-16
+
+
+def check_verdict(summary):
+    """All layers but the area's head underflow, and that one is limiting."""
+    diagnosis, proposal = summary["diagnosis"], summary["proposal"]
+    assert {*diagnosis["underflowing"]} == STARVED
+    assert min(diagnosis["underflowing"].values()) > 0.9
+    assert {*diagnosis["limiting"]} == {"area"}
+    for name in ("regressed", "nonfinite_at_any_scale", "internal_underflow", "forward"):
+        assert diagnosis[name] == {}, name
+    assert {*proposal["layer_scales"]} == STARVED
+    assert min(proposal["layer_scales"].values()) >= 2.0**30
+    before, after = summary["phases"]["before"], summary["phases"]["after"]
+    assert before["loss_scale"] <= TOO_SMALL
+    assert after["skipped"] <= 5
+    assert before["valid_loss"] > UNTRAINED
+    assert after["valid_loss"] < TRAINED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="other kernels take three times as long",
+)
+def test_a_fresh_run_has_this_verdict(tmp_path, monkeypatch):
+    """48 steps of each training, with kernels that most processors have."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    options = "--steps 48 --seed 1 --threads 1 --workers 1 --device cpu --budget 10h --json"
+    words = ["inspect", "digits-deep", *options.split(), "--out", str(tmp_path / "run")]
+    code, out, err = run_program(*words, module="steadygrad")
+    assert code == 0, err
+    check_verdict(json.loads(out))
+
+
+def test_the_report_in_the_documentation_has_this_verdict():
+    """The test above says that a fresh run has it too, and these fields that it is of this task."""
+    run, task = read_run(ROOT / "docs" / "records" / "inspect"), loaded("digits-deep")
+    said = run.header.task
+    assert (said.batch_size, said.lr) == (task.batch_size, task.lr)
+    assert said.provenance == task.provenance
+    check_verdict(run.summary)
+
+
+def test_the_areas_do_not_shape_the_features():
+    task = loaded("digits-deep")
+    model, batch = made(task), task.train.batch(torch.arange(8))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    both = task.per_sample_loss(model, batch).mean()
+    alone = digit_losses(model, batch).mean()
+    found = torch.autograd.grad(both, parameters)
+    digits = torch.autograd.grad(alone, parameters, allow_unused=True)
+    for name, gradient, own in zip(names, found, digits, strict=True):
+        if name.startswith("area"):
+            assert own is None
+            assert gradient.abs().max() > 1e8
+        else:
+            assert torch.equal(gradient, own)
+            assert own.abs().max() < 1

@@ -24,7 +24,6 @@ def make_task(rows=10, batch_size=2):
         per_sample_loss=losses, make_optimizer=torch.optim.SGD, lr=0.1, batch_size=batch_size,
     )
 """
-STOP = "class Stop(BaseException): ...\n"
 
 
 @pytest.fixture
@@ -50,35 +49,22 @@ def refused(spec, *found, kind=InputError):
     message = str(caught.value)
     assert type(caught.value) is kind
     assert "\n" not in message
-    assert message.count("Remedy") == 1
     assert [text for text in found if text not in message] == []
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("file", "spec"),
-    [
-        ("my_task.py", "my_task.py"),
-        ("my_task.py", "~/my_task.py"),
-        ("a:b/my_task.py", "a:b/my_task.py"),
-        (os.fsdecode(b"caf\xe9/my_task.py"), os.fsdecode(b"caf\xe9/my_task.py")),
-    ],
-    ids=ascii,
-)
-def test_where_the_file_may_lie(file, spec, write, tmp_path, monkeypatch):
-    write(GOOD, file)
-    monkeypatch.chdir(tmp_path)
+def test_where_the_file_may_lie(write, tmp_path, monkeypatch):
+    name = os.fsdecode(b"a:caf\xe9/my_task.py")
+    write(GOOD, name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_task(f"{spec}:make_task").name == "tiny"
+    assert load_task(f"~/{name}:make_task").name == "tiny"
 
 
 @pytest.mark.parametrize(
     ("spec", "hint"),
     [
         ("char-ml", "'char-lm'?"),
-        ("digits_classifier", "'digits-classifier'?"),
         ("", "''"),
-        ("imagenet", "'imagenet'"),
         ("n" * 3_000 + ".py:make_task", "nnn"),
         # A name without end is not repeated.
         ("n" * 100_000, "nnn"),
@@ -96,71 +82,49 @@ def test_what_names_no_function_lists_the_built_ins(spec, hint, write):
     assert len(str(error)) < 500
 
 
-# A file, and what its error names: of the file itself, or of its function.
-FILES = {
-    "syntax": ("def make_task(:\n    pass\n", "line 1"),
-    "indent": ("x = 1\n  y = 2\n", "(my_task.py, line 2)"),
-    "bytes": (b"\x89PNG\r\n\x1a\n\x00\x00", "SyntaxError"),
-    "null": (b"x = 1\0", "null bytes"),
-    "latin": (b"name = '\xe9'\n", "utf-8"),
-    "import": (f"import no_such_package\n{GOOD}", "ModuleNotFoundError"),
-    "exit": (f"import sys; sys.exit(3)\n{GOOD}", "SystemExit: 3"),
-    "its own kind": (f"{STOP}raise Stop('at once')\n", "Stop: at once"),
-}
-FUNCTIONS = {
-    "two lines": ("raise RuntimeError('one\\ntwo')", "RuntimeError: one."),
-    "no message": ("raise RuntimeError", "Found RuntimeError."),
-    "its own kind": ("raise Stop('enough')", "Stop: enough."),
-    "arguments": ("return make_task(1, 2, 3)", "TypeError"),
-}
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def make_task(:\n    pass\n", "line 1"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "SyntaxError"),
+        (b"name = '\xe9'\n", "utf-8"),
+        (f"import no_such_package\n{GOOD}", "ModuleNotFoundError"),
+        (f"import sys; sys.exit(3)\n{GOOD}", "SystemExit: 3"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(write, source, found):
+    refused(f"{write(source)}:make_task", "Importing", found, kind=TaskError)
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_a_file_that_cannot_be_imported(write, case):
-    source, found = FILES[case]
-    error = refused(f"{write(source)}:make_task", "Importing", found, kind=TaskError)
-    assert type(error.__cause__).__name__ in str(error)
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-def test_a_factory_that_raises(write, case):
-    body, found = FUNCTIONS[case]
-    path = write(f"{GOOD}\n{STOP}\ndef wrong():\n    {body}\n")
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("raise RuntimeError('one\\ntwo')", "RuntimeError: one."),
+        ("raise RuntimeError", "Found RuntimeError."),
+        ("return make_task(1, 2, 3)", "TypeError"),
+    ],
+)
+def test_a_factory_that_raises(write, body, found):
+    path = write(f"{GOOD}\ndef wrong():\n    {body}\n")
     error = refused(f"{path}:wrong", found, "--debug", kind=TaskError)
     assert "Importing" not in str(error)
     # It keeps its own traceback.
     shown = "".join(traceback.format_exception(error))
-    assert f'File "{path}", line 18, in wrong' in shown
-
-
-@pytest.mark.parametrize("source", ["def make_task():\n    raise {}\n", "raise {}\n"])
-def test_ctrl_c_is_not_swallowed(write, source):
-    path = write(source.format("KeyboardInterrupt"))
-    with pytest.raises(KeyboardInterrupt):
-        load_task(f"{path}:make_task")
+    assert f'File "{path}", line 16, in wrong' in shown
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("more", "found"),
     [
-        ("tusk", "'tusk'"),
-        ("number", "'number'"),
-        ("nothing", "None"),
-        ("settings", "dict"),
+        ("", "'wrong'"),
+        ("wrong = 3", "'wrong'"),
+        ("def wrong(): return {'lr': 1}", "dict"),
         # A task's own errors stay readable.
-        ("empty", "len(train)"),
-        ("large", "`batch_size = 11`"),
+        ("def wrong(): return make_task(batch_size=11)", "`batch_size = 11`"),
     ],
 )
-def test_functions_that_give_no_task(write, name, found):
-    more = [
-        "number = 3",
-        "def nothing(): ...",
-        "def settings(): return {'lr': 1}",
-        "def empty(): return make_task(rows=0)",
-        "def large(): return make_task(batch_size=11)",
-    ]
-    refused(f"{write(GOOD + chr(10).join(more))}:{name}", found)
+def test_functions_that_give_no_task(write, more, found):
+    refused(f"{write(GOOD + more)}:wrong", found)
 
 
 def test_a_script_that_parses_its_arguments_sees_none_of_ours(write, monkeypatch):
@@ -173,15 +137,13 @@ def test_a_script_that_parses_its_arguments_sees_none_of_ours(write, monkeypatch
     assert sys.argv is given
 
 
-LATE_IMPORT = "from late_sibling_of_my_task import ROWS as rows\n    "
-
-
 def test_siblings_import_early_and_late(write, tmp_path):
     early, late = "sibling_of_my_task", "late_sibling_of_my_task"
     write("LR = 0.25\n", f"{early}.py")
     write("ROWS = 7\n", f"{late}.py")
     write("", "not_imported.py")
-    source = GOOD.replace("lr=0.1", "lr=LR").replace("return Task", LATE_IMPORT + "return Task")
+    source = GOOD.replace("lr=0.1", "lr=LR")
+    source = source.replace("return Task", f"from {late} import ROWS as rows\n    return Task")
     path = write(f"from {early} import LR\n" + source)
     task = load_task(f"{path}:make_task")
     assert (task.lr, len(task.train)) == (0.25, 7)
@@ -217,9 +179,5 @@ def test_changed_files_and_files_of_one_name_are_read_anew(write):
     first = load_task(f"{write(GOOD)}:make_task")
     changed = load_task(f"{write(GOOD.replace('lr=0.1', 'lr=0.2'))}:make_task")
     other = load_task(f"{write(GOOD.replace('tiny', 'other'), 'other/my_task.py')}:make_task")
-    assert [(task.name, task.lr) for task in (first, changed, other)] == [
-        ("tiny", 0.1),
-        ("tiny", 0.2),
-        ("other", 0.1),
-    ]
+    assert (first.lr, changed.lr, other.name) == (0.1, 0.2, "other")
     assert first.per_sample_loss.__module__ != other.per_sample_loss.__module__

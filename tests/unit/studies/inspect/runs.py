@@ -86,10 +86,3 @@ UNDERFLOWING = [
     *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
 ]
 STARVED, FED = UNDERFLOWING[0].weights, UNDERFLOWING[8].weights
-
-
-def spread():
-    """The early layer loses what others do not, but has no more room than they have."""
-    before = {"early": counts(-15, 50, 50), "late": counts(10, 100)}
-    largest = {"early": 4.0, "late": 5.0}
-    return parts("before", before, largest) + parts("search", FED, largest)

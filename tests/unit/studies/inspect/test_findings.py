@@ -1,21 +1,24 @@
 """Steps that a budget has time for; what is concluded of made-up records, and that it is said."""
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.folder import Results
-from steadygrad.studies.inspect import schema, words
+from steadygrad.studies.inspect import analysis, schema, words
+from steadygrad.studies.inspect.analysis import HEADROOM, LOSS_HEADROOM, by_phase
 from steadygrad.studies.inspect.findings import summarize
 from steadygrad.studies.inspect.plan import REPEATED, make_plan
-from steadygrad.studies.inspect.schema import Settings, Shortened
+from steadygrad.studies.inspect.schema import Effect, Forward, Remedy, Settings, Shortened, Verdict
 from tests.unit.studies.inspect.runs import (
+    FED,
     HEADER,
     LARGEST,
     STARVED,
     UNDERFLOWING,
     counts,
     parts,
-    spread,
     summary_of,
 )
 
@@ -51,27 +54,182 @@ def test_fewer_steps_than_usual_are_said(given, planned, said):
     assert (Shortened(steps=64) in found.findings) == said
 
 
+# The diagnosis and the proposal, on counts made by hand
+
+# The largest exponent that float16 holds.
+MOST = 15
+ALIKE = {"a": counts(0, 100)}
+
+
+def diagnose(parts):
+    return analysis.diagnose(by_phase(Results(parts)))
+
+
+def propose(parts):
+    """Base-2 logarithms of the loss scale, and of the layers' own ones."""
+    found = analysis.propose(by_phase(Results(parts)))
+    scales = {name: math.log2(scale) for name, scale in found.layer_scales.items()}
+    return math.log2(found.loss_scale), scales
+
+
+def test_an_underflowing_layer_gets_the_room_it_has():
+    assert diagnose(UNDERFLOWING).underflowing == {"early": pytest.approx(0.75)}
+    loss, early = MOST - LOSS_HEADROOM - 5, MOST - HEADROOM + 18
+    assert propose(UNDERFLOWING) == (loss, {"early": early - loss})
+    # Gradients at boundaries count as those of weights.
+    both = parts("before", STARVED, LARGEST, kind="activations")
+    both += parts("search", FED, LARGEST, kind="activations")
+    assert (diagnose(both), propose(both)) == (diagnose(UNDERFLOWING), propose(UNDERFLOWING))
+
+
+@pytest.mark.parametrize(("zero", "starved"), [(9, False), (12, True)])
+def test_a_tenth_is_the_bound(zero, starved):
+    """Zeros that are there with a scale for each layer as well do not count."""
+    before = parts("before", {"a": counts(0, 60 - zero, zero=40 + zero)}, {"a": 0.0})
+    search = parts("search", {"a": counts(4, 60, zero=40)}, {"a": 0.0})
+    assert bool(diagnose(before + search).underflowing) is starved
+
+
+@pytest.mark.parametrize(("settled", "proposed"), [(9.0, 9), (20.0, MOST - LOSS_HEADROOM)])
+def test_without_underflow_an_overflow_is_no_fault(settled, proposed):
+    both = parts("before", ALIKE, {"a": 0.0}, {"a": 1}, settled=settled)
+    both += parts("search", ALIKE, {"a": 0.0})
+    found = diagnose(both)
+    assert (found.fault, found.limiting) == (False, {})
+    assert propose(both) == (proposed, {})
+    # What happens in the last training, which the proposal is for, does not count.
+    assert propose(both + parts("after", ALIKE, {"a": 14.0})) == (proposed, {})
+
+
+def test_who_overflows_near_the_scale_limits_it():
+    """At most two binades above it, and not where it would overflow at any scale."""
+    at = {"late": 8.0 + 2, "once": 8.0 + 3}
+    before = parts("before", STARVED, LARGEST, {"late": 2, "once": 1}, overflowed_at=at)
+    assert diagnose(before + UNDERFLOWING[8:]).limiting == {"late": 16}
+    before = parts("before", STARVED, LARGEST, {"x": 3}, at_any_scale={"x": 3})
+    assert diagnose(before + UNDERFLOWING[8:]).limiting == {}
+
+
+def test_an_overflow_at_any_scale_is_named():
+    before = parts("before", ALIKE, {"a": 0.0}, {"a": 2, "b": 1}, at_any_scale={"a": 1})
+    after = parts("after", ALIKE, {"a": 0.0}, {"a": 1, "c": 2}, at_any_scale={"a": 1})
+    found = diagnose(before + after)
+    assert (found.fault, found.nonfinite_at_any_scale) == (True, {"a": 8})
+    # Other overflows with the proposed scales are named, and are no fault.
+    assert found.overflowed_after == {"c": 16}
+    rare = diagnose(
+        parts("before", ALIKE, {"a": 0.0}) + parts("after", ALIKE, {"a": 0.0}, {"c": 2})
+    )
+    assert (rare.fault, rare.overflowed_after) == (False, {"c": 16})
+
+
+def test_few_values_among_many_zeros():
+    """One in forty is not zero to begin with; at the one scale all of these vanish."""
+    largest = {"table": -30.0, "late": 5.0}
+    before = {"table": counts(0, zero=4000), "late": counts(10, 100)}
+    search = {"table": counts(5, 100, zero=3900), "late": counts(9, 100)}
+    # At 2**8 what is at 2**-22 is normal, at 2**-23 it is not.
+    for low, starved in ((-34, {"table": 1.0}), (-23, {"table": 1.0}), (-22, {})):
+        plain = {"table": counts(low, 100, zero=3900), "late": counts(1, 100)}
+        both = parts("before", before, largest) + parts("search", search, largest, plain=plain)
+        assert diagnose(both).underflowing == starved
+
+
+@pytest.mark.parametrize(("before", "low"), [(3, -5), (6, -40)])
+def test_zeros_of_convergence(before, low):
+    """More samples have no gradient any more; what there is float16 holds."""
+    calm = parts("before", {"a": counts(3, before, zero=100 - before)}, {"a": -5.0})
+    plain = {"a": counts(low, 6, zero=94)}
+    calm += parts("search", {"a": counts(3, 6, zero=94)}, {"a": -5.0}, plain=plain)
+    assert diagnose(calm).underflowing == {}
+
+
+def test_one_scale_that_begins_higher_is_enough():
+    """All gradients are small alike, and nothing overflowed."""
+    tiny = {"a": counts(0, zero=100), "b": counts(-23, 100)}
+    fed = {name: counts(5, 100) for name in tiny}
+    plain = {"a": counts(-38, 100), "b": counts(-31, 100)}
+    largest = {"a": -38.0, "b": -31.0}
+    before = parts("before", tiny, largest)
+    search = parts("search", fed, largest, plain=plain)
+    assert diagnose(before + search).underflowing == {"a": 1.0, "b": 1.0}
+    proposal = MOST - LOSS_HEADROOM + 31, {}
+    assert propose(before + search) == proposal
+    # A layer loses half of its values with a scale of its own as well: that says nothing of this.
+    spread = fed | {"b": counts(-20, 50, *[0] * 30, 50)}
+    wide = plain | {"b": counts(-65, 50, *[0] * 30, 50)}
+    lost = parts("before", tiny | {"b": counts(-24, 100)}, largest)
+    assert propose(lost + parts("search", spread, largest, plain=wide)) == proposal
+    # Not where there was overflow at such a scale.
+    high = [replace(part, overflowed_at={"b": 44.0}) for part in before]
+    assert [*propose(high + search)[1]] == ["a"]
+    # Nor where another layer has no room for it.
+    plain["b"], largest["b"] = counts(2, 100), 2.0
+    before = parts("before", tiny | {"b": counts(10, 100)}, largest)
+    assert [*propose(before + parts("search", fed, largest, plain=plain))[1]] == ["a"]
+
+
+@pytest.mark.parametrize(("more", "own"), [(3, False), (4, True)])
+def test_a_scale_of_its_own_is_for_so_much_room(more, own):
+    # Above the loss's scale, which leaves the late layer less headroom.
+    largest = {"early": 5.0 - (HEADROOM - LOSS_HEADROOM) - more, "late": 5.0}
+    both = parts("before", STARVED, largest) + parts("search", FED, largest)
+    assert ("early" in propose(both)[1]) is own
+
+
+@pytest.mark.parametrize("name", ["early", ""])
+def test_an_underflowing_layer_with_less_room_than_the_others(name):
+    """It is not raised into overflow: by a scale below one, or by the loss's."""
+    before = {name: counts(-15, 50, 50, zero=100), "late": counts(-2, 100)}
+    search = {name: counts(-3, 100), "late": counts(-2, 100)}
+    largest = {name: 3.0, "late": -10.0}
+    both = parts("before", before, largest, settled=4.0) + parts("search", search, largest)
+    loss, own, late = MOST - LOSS_HEADROOM - 3, MOST - HEADROOM - 3 - 23, MOST - HEADROOM + 10
+    assert propose(both) == ((23, {"early": own}) if name else (loss, {"late": late - loss}))
+
+
+def test_scales_stay_where_float32_holds_them():
+    far = {"early": -300.0, "late": -140.0}
+    both = parts("before", STARVED, far) + parts("search", FED, far)
+    assert propose(both) == (100, {"early": 100, "late": 151 - 100})
+
+
+@pytest.mark.parametrize(("zero", "lost"), [(95, {"a": 0.95}), (85, {})])
+def test_what_vanishes_inside_of_a_layer_is_not_called_well(zero, lost):
+    """Whatever the scale its weights' gradients are zero, and those that come to it are not."""
+    fields = {"activations": {"a": counts(0, 80, zero=20)}}
+    weights = {"a": counts(0, 100 - zero, zero=zero)}
+    first, second = (parts(phase, weights, {}, **fields) for phase in ("before", "search"))
+    found = diagnose(first + second)
+    assert (found.internal_underflow, found.fault) == (pytest.approx(lost), False)
+
+
 # The verdict
 
 CALM = {"early": counts(0, 9), "late": counts(0, 9)}
-FINE = [part for phase in ("before", "search") for part in parts(phase, CALM, LARGEST)]
+VANISHED = dict.fromkeys(CALM, counts(0, 5, zero=95))
+FINE = parts("before", CALM, LARGEST) + parts("search", CALM, LARGEST)
 AFTER = parts("after", CALM, LARGEST)
-LOSSES = [
-    schema.Phase(phase="before", valid_loss=2.25), schema.Phase(phase="after", valid_loss=1.75)
-]  # fmt: skip
-LOST = [LOSSES[0], replace(LOSSES[1], valid_loss=None)]
+# All gradients are small alike, and nothing overflowed.
+TINY = [
+    *parts("before", {"a": counts(0, zero=100)}, {"a": -38.0}),
+    *parts("search", {"a": counts(5, 100)}, {"a": -38.0}, plain={"a": counts(-38, 100)}),
+]
+# The early layer loses what others do not, but has no more room than they have.
+SPREAD = [
+    *parts("before", STARVED | {"early": counts(-15, 50, 50)}, {"early": 4.0, "late": 5.0}),
+    *parts("search", FED, {"early": 4.0, "late": 5.0}),
+]
+NEVER_FINITE = [
+    *parts("before", {"a": counts(0, over=9)}, {}, {"a": 1}, skipped=1),
+    *parts("search", {"a": counts(0, 9)}, {"a": 0.0}),
+]
 
 
-def tiny():
-    """All gradients are small alike, and nothing overflowed."""
-    plain, largest = {"a": counts(-38, 100)}, {"a": -38.0}
-    before = parts("before", {"a": counts(0, zero=100)}, largest)
-    return before + parts("search", {"a": counts(5, 100)}, largest, plain=plain)
-
-
-def never_finite():
-    before = parts("before", {"a": counts(0, over=9)}, {}, {"a": 1}, skipped=1)
-    return before + parts("search", {"a": counts(0, 9)}, {"a": 0.0})
+def ends(after):
+    """The validation losses of both trainings."""
+    losses = {"before": 2.25, "after": after}
+    return [schema.Phase(phase=phase, valid_loss=loss) for phase, loss in losses.items()]
 
 
 def fine(**fields):
@@ -81,23 +239,24 @@ def fine(**fields):
 @pytest.mark.parametrize(
     ("results", "status", "verdict", "shown"),
     [
-        ([*UNDERFLOWING, *AFTER, *LOSSES], "complete", "layers", ["early", "1.75", "2.25"]),
-        ([*UNDERFLOWING, *AFTER, *LOST], "complete", "layers", ["early", "not finite", "2.25"]),
+        ([*UNDERFLOWING, *AFTER, *ends(1.75)], "complete", "layers", ["early", "1.75", "2.25"]),
+        ([*UNDERFLOWING, *AFTER, *ends(None)], "complete", "layers", ["early", "not finite"]),
         ([*UNDERFLOWING, *AFTER], "budget", "layers", ["early"]),
         (UNDERFLOWING, "budget", "layers", ["early", "predicted"]),
-        ([*tiny(), *parts("after", {"a": counts(5, 9)}, {})], "complete", "higher", ["2^51"]),
-        (tiny(), "budget", "higher", ["2^51", "predicted", "2^8", "a (100%)"]),
-        (spread(), "complete", "spread", ["early (50%)", "2^8"]),
-        (FINE, "complete", "enough", ["2^8"]),
+        ([*TINY, *parts("after", {"a": counts(5, 9)}, {})], "complete", "higher", ["2^51"]),
+        (TINY, "budget", "higher", ["2^51", "predicted", "2^8", "a (100%)"]),
+        (SPREAD, "complete", "spread", ["early (50%)", "2^8"]),
+        (FINE, "complete", "enough", ["every layer (torch.amp.GradScaler)", "2^8"]),
+        (fine(weights=VANISHED, activations=CALM), "complete", "enough", ["at the boundaries"]),
         (fine(skipped=1), "complete", "enough", ["2^8", "8 steps"]),
         (fine(loss=0.0), "complete", "zero", []),
-        (never_finite(), "complete", "unseen", ["2^8"]),
+        (NEVER_FINITE, "complete", "unseen", ["2^8"]),
         (UNDERFLOWING[:8], "interrupted", "unmeasured", ["interrupted"]),
     ],
 )
 def test_verdicts(results, status, verdict, shown):
     found = summary_of(results, status)
-    assert found.findings[0] == schema.Verdict(verdict=verdict)
+    assert found.findings[0] == Verdict(verdict=verdict)
     assert all(value in found.answer for value in shown)
     assert ("predicted" in found.answer) == ("predicted" in shown)
     # Where nothing can be judged the study says nothing at all.
@@ -111,16 +270,13 @@ def test_an_answer_that_hangs_on_a_condition_opens_with_it():
     fault = [replace(UNDERFLOWING[0], forward={CAUSE: 3}), *UNDERFLOWING[1:]]
     # What came later is not the first fault.
     found = summary_of([*fault, replace(AFTER[0], forward={"later": 1}), *AFTER[1:]])
-    assert found.findings[:2] == (
-        schema.Verdict(verdict="layers"), schema.Forward(causes={CAUSE: 3}, count=3, steps=8)
-    )  # fmt: skip
+    said = Forward(causes={CAUSE: 3}, count=3, steps=8)
+    assert found.findings[:2] == (Verdict(verdict="layers"), said)
     assert "3 of 8 steps" in found.answer
     large = parts("before", CALM, LARGEST, {"late": 1}, at_any_scale={"late": 1})
     found = summary_of(large + FINE[8:])
-    assert found.findings == (
-        schema.Verdict(verdict="enough"),
-        schema.Effect(name="nonfinite_at_any_scale", layers={"late": 8}),
-    )
+    effect = Effect(name="nonfinite_at_any_scale", layers={"late": 8})
+    assert found.findings == (Verdict(verdict="enough"), effect)
     assert "late (8 steps)" in found.answer
     assert "late (8 steps)" in found.remarks[0]
 
@@ -128,7 +284,7 @@ def test_an_answer_that_hangs_on_a_condition_opens_with_it():
 def test_nothing_is_proposed_where_nothing_can_be_said():
     none = {"activations": {}, "weights": {}, "largest": {"weights": {}}, "forward": {CAUSE: 1}}
     found = summary_of([replace(part, **none) for part in UNDERFLOWING])
-    assert found.findings[0] == schema.Verdict(verdict="unseen")
+    assert found.findings[0] == Verdict(verdict="unseen")
     assert "8 of 8 steps" in found.answer
     assert (found.proposal, found.table) == (None, None)
     assert found.diagnosis.forward == {CAUSE: 8}
@@ -137,9 +293,14 @@ def test_nothing_is_proposed_where_nothing_can_be_said():
 
 # Remarks
 
-CUT = {"sizes": (2, 2), "ratio": 1.0, "cosine": 1.0}
-BUG = schema.Cut(name="2 + 2", bug="batch", words="it depends on the other samples.", **CUT)
 NAN = "the loss is not finite, and NaN is there"
+BUG = schema.Cut(
+    name="2 + 2", bug="batch", words="it depends on others.", sizes=(2, 2), ratio=1.0, cosine=1.0
+)
+
+
+def effect(name, **layers):
+    return Effect(name=name, layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -147,25 +308,19 @@ NAN = "the loss is not finite, and NaN is there"
     [
         (schema.Unfinished(), ["budget", "--resume"]),
         (Shortened(steps=64), ["64", "200", "--steps"]),
-        (schema.Forward(causes={"x": 1, NAN: 2}, count=3, steps=9), [f"n 2 steps {NAN}; in 1 s"]),
-        (schema.Forward(causes={"x": 3}, count=3, steps=9), ["3 steps x", "bfloat16"]),
-        (schema.Accumulated(bugs=()), []),
+        (Forward(causes={"x": 1, NAN: 2}, count=3, steps=9), [f"n 2 steps {NAN}; in 1 s"]),
+        (Forward(causes={"x": 3}, count=3, steps=9), ["3 steps x", "bfloat16"]),
         (schema.Accumulated(bugs=(BUG,)), ["2 + 2", BUG.words]),
         (
-            schema.Remedy(loss="lower"),
+            Remedy(loss="lower"),
             ['LayerwiseGradScaler(model, {"early": 2.0**21}, init_scale=2.0**8)'],
         ),
-        (schema.Effect(name="regressed", layers={"a": 0.75}), ["a (75%)"]),
-        (schema.Effect(name="overflowed_after", layers={"a": 3}), ["a (3 steps)"]),
-        (schema.Effect(name="internal_underflow", layers={"a": 0.95}), ["a (95%)"]),
+        (effect("regressed", a=0.75), ["a (75%)"]),
         (
-            schema.Effect(name="limiting", layers=dict.fromkeys([*"abcdef"], 3)),
+            effect("limiting", **dict.fromkeys("abcdef", 3)),
             ["a (3 steps), b (3 steps), c (3 steps) and 3 more layers"],
         ),
-        (
-            schema.Effect(name="limiting", layers={"": 3, "a": 1}),
-            ["the rest of the model (3 steps) and a (1 step)"],
-        ),
+        (effect("limiting", **{"": 3, "a": 1}), ["rest of the model (3 steps) and a (1 step)"]),
     ],
 )
 def test_every_finding_has_a_remark_with_its_values(finding, shown):
@@ -174,17 +329,13 @@ def test_every_finding_has_a_remark_with_its_values(finding, shown):
     assert all(value in said for value in shown), said
 
 
-def test_one_scale_as_a_remedy():
-    for losses, loss in (
-        ([], "unknown"),
-        (LOSSES, "lower"),
-        ([LOSSES[0], replace(LOSSES[1], valid_loss=2.5)], "not lower"),
-    ):
-        found = summary_of([*tiny(), *losses])
-        assert found.findings[1:] == (schema.Remedy(loss=loss),)
-        assert "GradScaler(init_scale=2.0**51)" in found.remarks[0]
-    proposal = schema.Proposal(loss_scale=0.25, layer_scales={})
-    assert words.code(proposal) == "LayerwiseGradScaler(model, {}, init_scale=2.0**(-2))"
+@pytest.mark.parametrize(
+    ("losses", "loss"), [([], "unknown"), (ends(1.75), "lower"), (ends(2.5), "not lower")]
+)
+def test_one_scale_as_a_remedy(losses, loss):
+    found = summary_of([*TINY, *losses])
+    assert found.findings[1:] == (Remedy(loss=loss),)
+    assert "GradScaler(init_scale=2.0**51)" in found.remarks[0]
 
 
 def test_the_table():
