@@ -1,7 +1,4 @@
-"""Nests that a module may take or return: each kind is taken apart and put together again.
-
-The scaler's side is in ``unit/scale/test_boundaries.py``, which takes the same tables.
-"""
+"""Nests that a module may take or return: each kind is taken apart and put together again."""
 
 import collections
 import types

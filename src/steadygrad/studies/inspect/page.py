@@ -31,9 +31,10 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
+    kinds = [kind for kind in KINDS if any(kind == k for at in held.values() for _, k in at)]
     return {
         "titles": {phase: TITLES[phase] for phase in COLOURS if phases[phase]},
-        "heats": {kind: _heat(held, layers[:MOST_LAYERS], kind) for kind in KINDS if layers},
+        "heats": {kind: _heat(held, layers[:MOST_LAYERS], kind) for kind in kinds},
         "more_layers": max(0, len(layers) - MOST_LAYERS),
         "training": _training(phases, run.header.task.name),
         "layer_title": layer_title,
@@ -114,8 +115,7 @@ def _training(phases: Phases, task: str) -> Markup | None:
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2, marker="o", ms=4)
             labels.append((*curve[-1], TITLES[phase], colour))
         axes.set_xlim(0, max(label[0] for label in labels) * (1.75 if narrow else 1.3))
-        axes.set_xlabel("optimizer steps")
-        axes.set_ylabel("training loss")
+        axes.set(xlabel="optimizer steps", ylabel="training loss")
         figure.canvas.draw()
         charts.label_lines(axes, labels, gap=14)
 

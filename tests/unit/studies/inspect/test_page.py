@@ -109,3 +109,8 @@ def test_a_partial_run_says_so(phases):
     assert "no result yet" in text
     assert ("Where the bits go" in text) == bool(phases)
     assert "budget before all steps" in render(made_run(*results, status="budget"))
+
+
+def test_the_map_waits_for_the_second_half_of_a_phase():
+    text = render(made_run(trained("before")[0]))
+    assert ("training-w-axes" in text, "heat-" in text) == (True, False)
