@@ -1,14 +1,20 @@
 """Parameters and gradients that the contracts are tried on."""
 
+import weakref
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.rounding import ROUNDINGS, assert_alike
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NARROW = DTYPES[2:]
+every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SHAPES = [(8, 4), (4,), (), (1,), (3, 2, 2), (0, 3), (8, 4)]
 
 
@@ -33,6 +39,10 @@ def run(
     for step in steps:
         give_gradients(params, step, none)
         optimizer.step()
+
+
+def clones(params: Iterable[Tensor]) -> list[Tensor]:
+    return [p.detach().clone().requires_grad_() for p in params]
 
 
 def tensors_of(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -79,30 +89,28 @@ def _by_type(optimizer: Optimizer, weights: bool) -> dict[torch.dtype, list[tupl
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations that make the host wait for a device."""
+    """Notes the operations, the types that they return, and those that make the host wait."""
 
     WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits: list[str] = []
+        self.names: list[str] = []
+        self.types: set[torch.dtype] = set()
+        # Of operations that got a tensor of 2^31 elements or more.
+        self.large: set[str] = set()
+
+    @property
+    def waits(self) -> list[str]:
+        return [name for name in self.names if name in self.WAITS]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.WAITS:
-            self.waits.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        if any(t.numel() >= 2**31 for t in tensors_in((args, kwargs))):
+            self.large.add(self.names[-1])
+        result = func(*args, **(kwargs or {}))
+        self.types |= {t.dtype for t in tensors_in(result)}
+        return result
 
 
 class PeakMemory(TorchDispatchMode):
@@ -114,29 +122,21 @@ class PeakMemory(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
-        import torch.utils._pytree as tree
-
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree.tree_leaves((args, kwargs))
-            if isinstance(t, Tensor)
-        }
+        given = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for t in tree.tree_leaves(result):
-            if not isinstance(t, Tensor):
-                continue
-            storage = t.untyped_storage()
+        for storage in map(Tensor.untyped_storage, tensors_in(result)):
             key, size = storage._cdata, storage.nbytes()
-            if key in given or key in self._seen or not size:
-                continue
-            self._seen.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, key, size)
+            if size and key not in given | self._seen:
+                self._seen.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, key, size)
         return result
 
     def _free(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def tensors_in(nest: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]

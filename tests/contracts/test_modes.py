@@ -1,5 +1,7 @@
 """Every mode of a step gives the same weights, and none waits for the device."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -7,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from steadygrad.optim import loops
 from steadygrad.optim.batch import BUCKET
 from tests.contracts.problems import (
-    Calls,
+    DTYPES,
     PeakMemory,
     Watch,
     assert_rounded_alike,
@@ -17,98 +19,69 @@ from tests.contracts.problems import (
     run,
     snapshot,
 )
-from tests.contracts.table import OPTIMIZERS, TABLE
+from tests.contracts.table import OPTIMIZERS, every_optimizer
 from tests.covering import covering
+from tests.rounding import ROUNDINGS
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=OPTIMIZERS)
-every_optimizer_and_mode = pytest.mark.parametrize("entry", TABLE.values(), ids=TABLE)
-every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 FOREACH = {"foreach": True, "one": False, "any": None}
 
 
-@pytest.mark.few(14)
-@every_optimizer
-@every_type
-def test_foreach_equals_one_parameter_at_a_time(entry, dtype):
-    """Weights and state to the bit, over 9 steps with None gradients and a 0-d parameter."""
-    params, others = parameters(dtype), parameters(dtype)
-    optimizer, plain = entry(params, foreach=True), entry(others, foreach=False)
-    run(optimizer, params, range(9))
-    run(plain, others, range(9))
-    assert_same(snapshot(optimizer, params), snapshot(plain, others))
+def cases():
+    """Each type with no options of its own, and each set of options with one of the types."""
+    for name, entry in OPTIMIZERS.items():
+        own = [some for e in OPTIMIZERS.values() if e.make is entry.make for some in e.others]
+        betas = {"betas": entry.betas}, {"lr": 0.02, "betas": (0.0,) * len(entry.betas)}
+        shared = {"lr": torch.tensor(0.02)}, {"eps": 1e-3, "maximize": True}, {"capturable": True}
+        for options, dtype in zip([{}] * 4 + [*betas, *shared, *own], cycle(DTYPES)):
+            yield pytest.param(entry, options, dtype, id=f"{name}-{options}-{dtype}")
 
 
-@pytest.mark.few(14)
-@every_optimizer
-@every_type
-def test_fused_equals_foreach_but_for_rounding(entry, dtype):
-    compiled, calls = parameters(dtype), parameters(dtype)
-    ours, theirs = entry(compiled, fused=True), entry(calls, foreach=True)
-    run(ours, compiled, range(12))
-    run(theirs, calls, range(12))
-    # Sums in another order, products before quotients.
-    assert_rounded_alike(ours, theirs)
-
-
-@every_optimizer
-@every_type
-def test_fused_is_the_default(entry, dtype):
-    compiled, default = parameters(dtype), parameters(dtype)
-    ours, theirs = entry(compiled, fused=True), entry(default)
-    run(ours, compiled, range(5))
-    run(theirs, default, range(5))
-    assert_same(snapshot(ours, compiled), snapshot(theirs, default))
-
-
-def compile_step(optimizer, backend):
-    torch._dynamo.reset()
-    return torch.compile(optimizer.step, backend=backend, fullgraph=True)
-
-
-@pytest.mark.slow
-@every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_one_compilation_and_the_same_steps(entry, dtype):
-    compiled, eager = parameters(dtype), parameters(dtype)
-    rate = torch.tensor(0.01)
-    ours, theirs = entry(compiled, lr=rate), entry(eager, lr=0.01)
-    counter = CompileCounter()
-    step = compile_step(ours, counter)
-    for i in range(20):
-        lr = 0.01 * (1 + i % 5)
-        rate.fill_(lr)
-        theirs.param_groups[0]["lr"] = lr
-        give_gradients(compiled, i, none=False)
-        give_gradients(eager, i, none=False)
-        step()
-        theirs.step()
-    assert counter.frame_count == 1
-    # The rate of one is a float32 tensor, of the other a Python float; float16 may round apart.
-    assert_rounded_alike(ours, theirs)
+@pytest.mark.few(30)
+@pytest.mark.parametrize(("entry", "options", "dtype"), list(cases()))
+def test_all_modes_agree(entry, options, dtype):
+    """Over steps with None gradients and a 0-d parameter."""
+    modes = {"foreach": True}, {"foreach": False}, {"fused": True}, {}
+    sets, optimizers = [parameters(dtype) for _ in modes], []
+    for params, mode in zip(sets, modes, strict=True):
+        optimizers.append(entry(params, **{**options, **mode}))
+        run(optimizers[-1], params, range(12))
+    foreach, single, fused, default = map(snapshot, optimizers, sets)
+    assert_same(foreach, single)
+    assert_same(fused, default)
+    # Sums in another order, products before quotients. With other options one element's average may
+    # cancel, and the trust ratio keeps what is left: 300 to 600 roundings of its weight, as many as
+    # between foreach=True in float32 and in float64.
+    assert_rounded_alike(optimizers[2], optimizers[0], roundings=1024 if options else ROUNDINGS)
+    assert not torch.equal(sets[0][0], parameters(dtype)[0])
 
 
 @pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("eager", torch.float64), ("aot_eager", torch.bfloat16)], ids=str
+    ("backend", "dtype"), [("counter", torch.float64), ("aot_eager", torch.bfloat16)], ids=str
 )
 def test_a_compiled_step_is_the_same(entry, backend, dtype):
+    """And is compiled once, whatever the rate is, and what a gradient or weight becomes."""
     params, others = parameters(dtype), parameters(dtype)
-    ours, theirs = entry(params), entry(others)
-    step = compile_step(ours, backend)
-    for i in range(5):
-        # No gradient in step 2: another graph, as for any optimizer of torch.
-        give_gradients(params, i)
-        give_gradients(others, i)
-        if i == 3:
-            params[4].grad[0, 1, 0] = others[4].grad[0, 1, 0] = torch.inf
-        if i == 4:
-            for p in (params[0], others[0]):
-                p.data[0, 0] = 0.75  # written from outside, between two compiled steps
+    rate = torch.tensor(0.01)
+    ours, theirs = entry(params, lr=rate), entry(others, lr=0.01)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    given = counter if backend == "counter" else backend
+    step = torch.compile(ours.step, backend=given, fullgraph=True)
+    for i in range(8):
+        rate.fill_(0.01 * (1 + i % 5))
+        theirs.param_groups[0]["lr"] = float(rate)
+        for own in (params, others):
+            give_gradients(own, i, none=False)
+            if i == 3:
+                own[4].grad[0, 1, 0] = torch.inf
+            if i == 4:
+                own[0].data[0, 0] = 0.75  # written from outside, between two compiled steps
         step()
         theirs.step()
     assert ours.skipped == theirs.skipped == 1
+    assert counter.frame_count == (backend == "counter")
     # The compiled step is made of torch's calls, the other of compiled loops.
     assert_rounded_alike(ours, theirs)
 
@@ -170,32 +143,11 @@ def test_small_tensors_are_worked_on_together(entry):
         params = [torch.ones(64, 64, requires_grad=True) for _ in range(50)]
         optimizer = entry(params, foreach=foreach)
         give_gradients(params, 0, none=False)
-        with Calls() as calls:
+        with Watch() as watch:
             optimizer.step()
-        counts[foreach] = calls.count
+        counts[foreach] = len(watch.names)
     # Codes are made of one tensor at a time.
     assert counts[True] < (0.8 if entry.coded else 0.35) * counts[False]
-
-
-@pytest.mark.few(28)
-@covering(entry=TABLE, dtype=DTYPES, shape=[(), (1,)])
-def test_a_tensor_learning_rate_is_the_same(entry, dtype, shape):
-    floats, tensors = parameters(dtype), parameters(dtype)
-    one = entry(floats, lr=0.01)
-    two = entry(tensors, lr=torch.full(shape, 0.01, dtype=torch.float64))
-    for step in range(8):
-        rate = 0.01 / (1 + step)
-        one.param_groups[0]["lr"] = rate
-        two.param_groups[0]["lr"].fill_(rate)
-        run(one, floats, [step])
-        run(two, tensors, [step])
-    assert_same(floats, tensors)
-
-
-def test_defaults_leave_the_mode_open():
-    for entry in OPTIMIZERS.values():
-        group = entry(parameters()).param_groups[0]
-        assert (group["foreach"], group["fused"], group["capturable"]) == (None, None, False)
 
 
 @every_optimizer
@@ -204,7 +156,7 @@ def test_fused_falls_back_with_one_warning(entry, monkeypatch):
     monkeypatch.setattr(loops, "_WARNED", set())
     fused, default, plain = parameters(), parameters(), parameters()
     optimizer = entry(fused, fused=True)
-    with pytest.warns(UserWarning, match=r"fused kernel.*numba is not installed.*Remedy") as caught:
+    with pytest.warns(UserWarning, match="numba is not installed") as caught:
         run(optimizer, fused, range(5))
     assert len(caught) == 1
     run(entry(default), default, range(5))  # who asks for nothing is told nothing

@@ -51,7 +51,3 @@ def test_lans(name, mode):
         **mode,
     )
     assert golden.follow(optimizer, parameters) < LANS_TOLERANCE.get(name, 2e-6)
-
-
-def test_all_files_are_here():
-    assert (len(SCALED_ADAM), len(LANS_FILES)) == (16, 7)

@@ -1,7 +1,6 @@
 """Steps an optimizer through a golden file's gradients."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ class Trajectory:
         optimizer: torch.optim.Optimizer,
         parameters: dict[str, Tensor],
         steps: range | None = None,
-        after: Callable[[int], None] = lambda step: None,
     ) -> float:
         """Largest deviation from the original, relative to each parameter's largest weight ever."""
         worst = 0.0
@@ -60,5 +58,4 @@ class Trajectory:
                 found = parameter.detach().cpu().to(torch.float64).numpy()
                 scale = np.abs(self.arrays[f"param/{name}"]).max()
                 worst = max(worst, float(np.abs(found - expected).max() / scale))
-            after(step)
         return worst

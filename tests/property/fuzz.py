@@ -8,7 +8,8 @@ import time
 import warnings
 from collections import Counter
 
-from hypothesis import HealthCheck, Phase, seed, settings
+import hypothesis
+from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.property.machine import MODES, OPTIMIZERS, STATES, OptimizerMachine
@@ -40,21 +41,8 @@ def live(
     counts: Counter[str] = Counter()
     fields = {"kind": OPTIMIZERS[name], "mode": mode, "states": states, "counts": counts}
     fields["stretch"] = stretch
-    machine = _seeded(type(f"{name}_{mode}_{states}", (OptimizerMachine,), fields), seed)
-    try:
-        run_state_machine_as_test(machine, settings=_settings(lives))
-    except Exception as error:
-        raise AssertionError(
-            f"Expected the steps of the equations. Found others in {name}, {mode}, {states}, seed "
-            f"{seed}. Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
-            f"--only {name},{mode},{states} --seed {seed} --lives {lives} --stretch {stretch} "
-            "--steps 1"
-        ) from error
-    return counts
-
-
-def _settings(lives: int) -> settings:
-    return settings(
+    machine = type(f"{name}_{mode}_{states}", (OptimizerMachine,), fields)
+    settings = hypothesis.settings(
         max_examples=lives,
         stateful_step_count=20,
         deadline=None,
@@ -64,11 +52,16 @@ def _settings(lives: int) -> settings:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-
-
-def _seeded(machine: type, number: int) -> type:
-    found: type = seed(number)(machine)
-    return found
+    try:
+        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+    except Exception as error:
+        raise AssertionError(
+            f"Expected the steps of the equations. Found others in {name}, {mode}, {states}, seed "
+            f"{seed}. Remedy: look at the life above; to repeat it: python -m tests.property.fuzz "
+            f"--only {name},{mode},{states} --seed {seed} --lives {lives} --stretch {stretch} "
+            "--steps 1"
+        ) from error
+    return counts
 
 
 def _batch(job: tuple[str, str, str, int, int, int]) -> tuple[str, Counter[str]]:

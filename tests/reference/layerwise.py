@@ -1,67 +1,8 @@
-"""Layer-wise scaling, slowly: what fairscale's class does, and our rules in plain Python."""
+"""The rules of layer-wise scaling in plain Python."""
 
 import math
 
 import torch
-
-
-class Original:
-    """fairscale's layer-wise scaler as its behaviour is described, for modules called in a row.
-
-    Every named module has a scale, 1 unless one is given. A module's backward hook takes its
-    own scale out of the gradient at its input and puts in that of the module before it in the
-    order of registration. Its flags of the step before decide whether gradients are divided.
-    """
-
-    def __init__(
-        self, model, scales, growth_factor=2.0, backoff_factor=0.5, growth_interval=10_000
-    ):
-        self.modules = {name: module for name, module in model.named_modules() if name}
-        self.given = set(scales)
-        self.scales = {name: float(scales.get(name, 1.0)) for name in self.modules}
-        self.bad, self.counts = dict.fromkeys(self.modules, False), dict.fromkeys(self.modules, 0)
-        self.growth, self.backoff, self.interval = growth_factor, backoff_factor, growth_interval
-        self.hooks = []
-
-    def scale(self):
-        before = 1.0
-        for name, module in self.modules.items():
-            factor = before / self.scales[name]
-            before = self.scales[name]
-            self.hooks.append(module.register_full_backward_hook(_multiplier(factor)))
-
-    def unscale(self):
-        for name, module in self.modules.items():
-            for parameter in module.parameters():
-                if parameter.grad is not None and not self.bad[name]:
-                    parameter.grad /= self.scales[name]
-        while self.hooks:
-            self.hooks.pop().remove()
-
-    def step(self, optimizer):
-        for name, module in self.modules.items():
-            grads = [p.grad for p in module.parameters() if p.grad is not None]
-            self.bad[name] = any(not torch.isfinite(grad).all() for grad in grads)
-        if not any(self.bad.values()):
-            optimizer.step()
-        for name in self.modules:
-            self._move(name)
-
-    def _move(self, name):
-        given = name in self.given
-        if self.bad[name]:
-            if given:
-                self.scales[name] *= self.backoff
-                self.counts[name] = 0
-            return
-        self.counts[name] += 1
-        if given and self.counts[name] == self.interval:
-            self.scales[name] *= self.growth
-            self.counts[name] = 0
-
-
-def _multiplier(factor):
-    return lambda module, inputs, outputs: tuple(g if g is None else g * factor for g in inputs)
 
 
 def next_scale(scale, count, found, growth, backoff, interval, low, high):

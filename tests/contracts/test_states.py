@@ -1,0 +1,210 @@
+"""Saving, loading, copies, masters and names, for every optimizer of the table."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from tests.contracts.problems import (
+    DTYPES,
+    NARROW,
+    assert_same,
+    clones,
+    give_gradients,
+    parameters,
+    run,
+    snapshot,
+)
+from tests.contracts.table import TABLE, every_optimizer, every_optimizer_and_mode
+from tests.covering import covering
+
+RATES = {
+    "number": lambda: 0.02,
+    "0-d": lambda: torch.tensor(0.02),
+    "one element": lambda: torch.tensor([0.02]),
+}
+
+
+def through_a_file(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_go_on_alike(optimizer, params, other, others, steps):
+    run(optimizer, params, steps)
+    run(other, others, steps)
+    assert_same(snapshot(optimizer, params), snapshot(other, others))
+
+
+@pytest.mark.few(28)
+@covering(entry=TABLE, dtype=DTYPES, stop=[0, 1, 5], rate=RATES, is_file=[True, False])
+def test_resumes_to_the_bit(entry, dtype, stop, rate, is_file):
+    """With a schedule, the count of skipped steps, and a copy of all that is loaded."""
+
+    def make(params):
+        optimizer = entry(params, lr=rate())
+        return optimizer, lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=12)
+
+    def go_on(optimizer, schedule, params, steps):
+        for step in steps:
+            give_gradients(params, step)
+            if step in (3, 7):
+                params[4].grad[0, 1, 0] = torch.nan
+            optimizer.step()
+            schedule.step()
+
+    params = parameters(dtype)
+    optimizer, schedule = make(params)
+    go_on(optimizer, schedule, params, range(stop))
+    others = clones(params)
+    resumed, second = make(others)
+    load = through_a_file if is_file else lambda state_dict: state_dict
+    resumed.load_state_dict(load(optimizer.state_dict()))
+    second.load_state_dict(load(schedule.state_dict()))
+    assert_same(snapshot(optimizer, params), snapshot(resumed, others))
+    assert resumed.skipped == (stop > 3)
+    # Its own state changes nothing, and a group's record is one tensor, seen from each parameter.
+    resumed.load_state_dict(resumed.state_dict())
+    assert resumed.state[others[0]]["skipped"] is resumed.state[others[2]]["skipped"]
+    go_on(optimizer, schedule, params, range(stop, 10))
+    go_on(resumed, second, others, range(stop, 10))
+    assert_same(snapshot(optimizer, params), snapshot(resumed, others))
+    assert optimizer.skipped == resumed.skipped == 2
+    assert float(optimizer.param_groups[0]["lr"]) == float(resumed.param_groups[0]["lr"]) != 0.02
+
+
+@pytest.mark.few(7)
+@every_optimizer_and_mode
+@pytest.mark.parametrize("way", ["resumed", "skipped"])
+def test_the_first_pass_is_the_same_after_a_pause(entry, way):
+    """Whatever a tensor's length: the lengths leave every remainder of 16.
+
+    Each tensor is a group, as a group's norm would hide the rounding of one among many.
+    """
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=draw).requires_grad_() for n in range(9, 400, 25)]
+    others = clones(params)
+    optimizer, paused = (entry([{"params": [p]} for p in own]) for own in (params, others))
+    run(optimizer, params, range(4))
+    run(paused, others, range(4))
+    if way == "resumed":
+        state = paused.state_dict()
+        paused = entry([{"params": [p]} for p in others])
+        paused.load_state_dict(state)
+    else:
+        give_gradients(others, 4)
+        for p in others:
+            p.grad[0] = torch.inf
+        paused.step()
+        assert paused.skipped == 1
+    assert_go_on_alike(optimizer, params, paused, others, range(4, 8))
+
+
+@pytest.mark.few(11)
+@every_optimizer_and_mode
+def test_an_older_state_dict_lacks_options_and_counts_in_numbers(entry):
+    params = parameters()
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"] = [{"params": saved["param_groups"][0]["params"]}]
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    others = clones(params)
+    other = entry(others)
+    other.load_state_dict(through_a_file(saved))
+    for option in {*optimizer.param_groups[0]} - {"params"}:
+        assert other.param_groups[0][option] == other.defaults[option]
+    assert_same(snapshot(optimizer, params), snapshot(other, others))
+    assert_go_on_alike(optimizer, params, other, others, range(3, 9))
+
+
+@every_optimizer
+@pytest.mark.parametrize("is_named", [(True, True), (True, False), (False, True)], ids=str)
+def test_names_are_kept_and_saved_and_may_come_and_go(entry, is_named):
+    params = parameters()
+    others = clones(params)
+    given = [
+        [(f"p{i}", p) for i, p in enumerate(own)] if named else own
+        for own, named in zip((params, others), is_named, strict=True)
+    ]
+    optimizer, other = map(entry, given)
+    run(optimizer, params, range(4))
+    saved = through_a_file(optimizer.state_dict())
+    names = [f"p{i}" for i in range(len(params))]
+    assert saved["param_groups"][0].get("param_names") == (names if is_named[0] else None)
+    other.load_state_dict(saved)
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p)
+    assert_go_on_alike(optimizer, params, other, others, range(4, 7))
+
+
+@every_optimizer
+def test_a_copy_goes_its_own_way(entry):
+    params, rate, seen = parameters(), torch.tensor(0.02), []
+    optimizer = entry(params, lr=rate)
+    optimizer.register_step_post_hook(lambda *args: seen.append("post"))
+    run(optimizer, params, range(3))
+    twin = copy.deepcopy(optimizer)
+    copies = twin.param_groups[0]["params"]
+    assert_go_on_alike(optimizer, params, twin, copies, range(3, 8))
+    # As in torch: hooks are not copied.
+    assert len(seen) == 8
+    twin.param_groups[0]["lr"].fill_(0.0)
+    assert rate == torch.tensor(0.02)
+
+
+@every_optimizer
+def test_hooks_around_saving_and_loading(entry):
+    params, others, seen = parameters(), parameters(), []
+    optimizer, other = entry(params), entry(others)
+    run(optimizer, params, range(3))
+
+    def faster(own, found):
+        # Tensors, as they were saved.
+        assert all(type(t) is torch.Tensor for t in found["state"][0].values())
+        found["param_groups"][0]["lr"] *= 2
+
+    optimizer.register_state_dict_post_hook(
+        lambda own, found: {**found, "groups": found["param_groups"]}
+    )
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"]
+    other.register_load_state_dict_pre_hook(faster)
+    other.register_load_state_dict_pre_hook(
+        lambda own, found: {"param_groups": found["groups"], "state": found["state"]},
+        prepend=True,
+    )
+    other.register_load_state_dict_post_hook(
+        lambda own: seen.append(float(own.state[others[0]]["step"]))
+    )
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 2 * optimizer.param_groups[0]["lr"]
+    assert seen == [3.0]
+
+
+@every_optimizer_and_mode
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_masters_follow_written_weights_and_survive_a_swap(entry, dtype):
+    params = parameters(dtype)
+    optimizer = entry(params)
+    run(optimizer, params, range(3))
+    masters = [optimizer.state[p]["master_weight"] for p in params]
+    assert any((m != m.to(dtype)).any() for m in masters)
+    weights = clones(params)
+    with torch.no_grad():
+        for p in params:
+            p.zero_()  # the averaged weights are put in for an evaluation
+        for p, w in zip(params, weights, strict=True):
+            p.copy_(w)  # and taken out again
+        params[0][0, 0] = 7.0  # one weight is loaded anew
+    twins = clones(params)
+    twin = entry(twins)
+    twin.load_state_dict(optimizer.state_dict())
+    twin.state[twins[0]]["master_weight"][0, 0] = 7.0
+    assert_go_on_alike(optimizer, params, twin, twins, [3])
+    assert float(params[0].detach()[0, 0]) == pytest.approx(7.0, rel=0.2)
