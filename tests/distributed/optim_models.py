@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,8 @@ def scaled_adam(params, **mode):
 
 FLOAT32 = {"lans": lans, "lamb": lamb, "scaled_adam": scaled_adam}
 CODED = {f"{name}-8bit": partial(maker, state_dtype="8bit") for name, maker in FLOAT32.items()}
-MAKERS = FLOAT32 | CODED
+# The codes of all are compared in test_codes.py; elsewhere one stands for them.
+MAKERS = FLOAT32 | {"scaled_adam-8bit": CODED["scaled_adam-8bit"]}
 
 
 class Net(nn.Module):
@@ -55,73 +56,40 @@ def net(**options):
     return Net(**options)
 
 
-def split_types(model):
-    """Sixteen bits everywhere but in the first two layers."""
-    for module in (model.second, model.third, model.last, model.unused):
-        module.bfloat16()
-    return model
-
-
-def two_groups(model):
-    params = list(model.parameters())
-    return [
-        {"params": [p for p in params if p.ndim > 1]},
-        {"params": [p for p in params if p.ndim < 2], "lr": 5e-3},
-    ]
-
-
-TP_PLAN = {"second": ColwiseParallel, "third": RowwiseParallel}
-
-
-def _tensor_parallel(model, mesh):
-    parallelize_module(model, mesh, {name: style() for name, style in TP_PLAN.items()})
-
-
-def shard_none(model):
-    return model
-
-
-def shard_ddp(model):
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
 def shard_fsdp(model, **options):
     fully_shard(model.first, **options)
     return fully_shard(model, **options)
 
 
-def shard_hsdp(model):
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part")))
+def split_rows_and_columns(model, mesh):
+    parallelize_module(model, mesh, {"second": ColwiseParallel(), "third": RowwiseParallel()})
 
 
-def shard_tp(model):
-    _tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model
-
-
-def shard_2d(model):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _tensor_parallel(model, mesh["tp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-SHARD = {
-    "none": shard_none,
-    "ddp": shard_ddp,
-    "fsdp": shard_fsdp,
-    "hsdp": shard_hsdp,
-    "tp": shard_tp,
-    "2d": shard_2d,
-}
-LAYOUTS = {2: ("ddp", "fsdp", "tp"), 4: ("fsdp", "hsdp", "2d")}
+LAYOUTS = {2: ("ddp", "fsdp", "offload", "tp"), 4: ("fsdp", "hsdp", "2d")}
 
 
 def make(layout, **options):
-    """The model as the user calls it, and its parameters."""
+    """The model as the user calls it."""
     if layout in ("none", "ddp", "tp"):
         # FSDP2 itself refuses 0-d parameters.
         options = {"gain_shape": (), **options}
-    return SHARD[layout](net(**options))
+    model = net(**options)
+    if layout == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if layout == "fsdp":
+        return shard_fsdp(model)
+    if layout == "offload":
+        return shard_fsdp(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))
+        return fully_shard(model, mesh=mesh)
+    if layout == "tp":
+        split_rows_and_columns(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    if layout == "2d":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        split_rows_and_columns(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def batch(step, layout="none"):

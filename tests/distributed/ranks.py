@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from steadygrad._checks import InputError
 from steadygrad.optim import codes
 
 # One process reads torch in, and every rank is a copy of it: that takes seconds otherwise, each.
@@ -27,11 +28,7 @@ mp.get_context("forkserver").set_forkserver_preload(
 
 
 def start(
-    world: int,
-    function: Callable[..., Any],
-    folder: Path,
-    *args: Any,
-    timeout: timedelta | None = None,
+    world: int, function: Callable[..., Any], folder: Path, *args: Any, alone: bool = False
 ) -> mp.ProcessContext:
     """Starts ``function(rank, world, *args)`` on every rank.
 
@@ -40,10 +37,10 @@ def start(
         function: A top-level function that returns something JSON can hold.
         folder: For the rendezvous and the results; empty, or yet to be made.
         args: What else the function is given.
-        timeout: How long an exchange waits for a rank.
+        alone: The function joins the other processes by itself.
     """
     folder.mkdir(exist_ok=True)
-    given = (world, function, str(folder), args, timeout)
+    given = (world, function, str(folder), args, alone)
     return mp.start_processes(_entry, given, nprocs=world, join=False, start_method="forkserver")
 
 
@@ -69,7 +66,7 @@ def on_ranks(world: int, function: Callable[..., Any], folder: Path, *args: Any)
 
 
 def in_turn(world: int, functions: list[Callable[..., Any]], folder: Path) -> dict[str, list[Any]]:
-    """Calls several functions on the ranks of one start, which is what takes the time.
+    """Calls several functions on the ranks of one start.
 
     Returns:
         By each function's name what each rank returned.
@@ -82,24 +79,53 @@ def _in_turn(rank: int, world: int, functions: list[Callable[..., Any]]) -> dict
     return {function.__name__: function(rank, world) for function in functions}
 
 
+def start_studies(world: int, calls: list[Callable[[], Any]], folder: Path) -> mp.ProcessContext:
+    """Starts calls, one after the other, on ranks as ``torchrun`` sets them up.
+
+    Each may leave the process group at its end, as studies do.
+    """
+    return start(world, _studies, folder, str(folder), calls, alone=True)
+
+
+def studies(world: int, calls: list[Callable[[], Any]], folder: Path) -> list[list[Any]]:
+    """What each of several calls returned, or what its error says, on all ranks."""
+    join(start_studies(world, calls, folder), seconds=400)
+    return [list(found) for found in zip(*results_of(world, folder), strict=True)]
+
+
+def _studies(rank: int, world: int, folder: str, calls: list[Callable[[], Any]]) -> list[Any]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a store stands for them
+    found = []
+    for number, call in enumerate(calls):
+        if not dist.is_initialized():
+            # A rank waits a minute for another one.
+            _meet(rank, world, f"{folder}/store-{number}", timedelta(minutes=1))
+        try:
+            found.append(call())
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
 def code_small_parameters() -> None:
     """Parameters of tests have moments in eight bits, where an optimizer is asked for them."""
     codes.LEAST, codes.SHORTEST = 1, 2
 
 
+def _meet(rank: int, world: int, path: str, timeout: timedelta | None = None) -> None:
+    store = dist.FileStore(path, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
 def _entry(
-    rank: int,
-    world: int,
-    function: Callable[..., Any],
-    folder: str,
-    args: Any,
-    timeout: timedelta | None,
+    rank: int, world: int, function: Callable[..., Any], folder: str, args: Any, alone: bool
 ) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     code_small_parameters()
-    store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    if not alone:
+        _meet(rank, world, f"{folder}/store")
     try:
         result = function(rank, world, *args)
         Path(folder, f"result-{rank}.json").write_text(json.dumps(result))

@@ -1,4 +1,4 @@
-"""Several processes balance as one does on the joined batch: DDP, FSDP2, missing losses."""
+"""Several processes balance as one does on the joined batch, and notice where they differ."""
 
 import copy
 
@@ -13,12 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad import LossBalancer
 from steadygrad._checks import InputError
-from tests.distributed.ranks import on_ranks
+from tests.distributed.optim_models import whole
+from tests.distributed.ranks import in_turn
 from tests.distributed.training import make_model, shard
 from tests.unit.balance.problems import (
     WEIGHTS,
+    Scaler,
     averages_of,
     draw,
+    go_back,
     losses_of,
     mass_of,
     parameters_of,
@@ -29,14 +32,8 @@ pytestmark = pytest.mark.distributed
 
 ITEMS = 3
 STEPS = 5
+PAIR = {"a": 1.0, "b": 2.0}
 WRAP = {"ddp": DistributedDataParallel, "fsdp": shard}
-
-OPTIONS = {
-    "default": {},
-    "whole batch": {"per_batch_item": False, "total_norm": 2.0},
-    "batch-independent": {"batch_independent": True},
-    "combined": {"combine": "products"},
-}
 
 
 class ByProducts(nn.Module):
@@ -45,13 +42,6 @@ class ByProducts(nn.Module):
     def __init__(self):
         super().__init__()
         self.gramian_weighting = lambda products: 1 + products.sum(0)
-
-
-def make_balancer(name, **more):
-    options = {**OPTIONS[name], **more}
-    if options.get("combine") == "products":
-        options["combine"] = ByProducts()
-    return LossBalancer(WEIGHTS, **options)
 
 
 def batch(step, world):
@@ -80,9 +70,9 @@ def rank_losses(ys, x_target, step, missing, ranks):
     return total
 
 
-def joined_run(world, name, missing):
+def joined_run(world, options, missing):
     """One process on the joined batch."""
-    model, balancer = make_model(), make_balancer(name, process_group=None)
+    model, balancer = make_model(), LossBalancer(WEIGHTS, process_group=None, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
         x, target = batch(step, world)
@@ -93,11 +83,12 @@ def joined_run(world, name, missing):
     return parameters_of(model).tolist(), averages_of(balancer).tolist()
 
 
-def one_run(rank, world, kind, call, name, missing):
-    model, balancer = WRAP[kind](make_model()), make_balancer(name)
+def one_run(rank, kind, call, options, missing):
+    model, balancer = WRAP[kind](make_model()), LossBalancer(WEIGHTS, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
-        x, target = (t[rank * ITEMS : (rank + 1) * ITEMS] for t in batch(step, world))
+        own = slice(rank * ITEMS, (rank + 1) * ITEMS)
+        x, target = (t[own] for t in batch(step, dist.get_world_size()))
         y = model(x)
         there = names_there(step, rank, missing)
         if call == "fork":
@@ -107,22 +98,25 @@ def one_run(rank, world, kind, call, name, missing):
             balancer.backward(losses_of(same_y(y, there), target), y)
         optimizer.step()
         optimizer.zero_grad()
-    full = [p.full_tensor() if kind == "fsdp" else p for p in model.parameters()]
-    flat = torch.cat([p.detach().flatten() for p in full])
+    flat = torch.cat([whole(p).flatten() for p in model.parameters()])
     state = {k: v.tolist() for k, v in balancer.state_dict().items()}
     return flat.tolist(), averages_of(balancer).tolist(), state
 
 
+# How the model is wrapped, the call, the balancer's options, and whose losses are missing.
 CASES = [
-    *((kind, call, "default", "none") for kind in ("ddp", "fsdp") for call in ("fork", "backward")),
-    ("ddp", "fork", "whole batch", "none"),
-    ("fsdp", "backward", "whole batch", "one"),
-    ("ddp", "backward", "batch-independent", "one"),
-    ("fsdp", "fork", "batch-independent", "one"),
-    ("ddp", "fork", "default", "one"),
-    ("ddp", "backward", "default", "all"),
-    ("fsdp", "fork", "combined", "one"),
+    ("ddp", "fork", {}, "none"),
+    ("fsdp", "backward", {}, "none"),
+    ("fsdp", "backward", {"per_batch_item": False, "total_norm": 2.0}, "one"),
+    ("ddp", "backward", {"batch_independent": True}, "one"),
+    ("ddp", "fork", {}, "one"),
+    ("ddp", "backward", {}, "all"),
+    ("fsdp", "fork", {"combine": ByProducts()}, "one"),
 ]
+
+
+def cases(rank, world):
+    return [one_run(rank, *case) for case in CASES]
 
 
 def collectives(rank, world):
@@ -149,25 +143,21 @@ def groups(rank, world):
     for key, group in (("half", halves[rank // 2]), ("alone", None), ("all", "all")):
         # Losses handed over in another order on every second rank: packed by name all the same.
         balancer = LossBalancer({"a": 1, "b": 2}, process_group=group)
+        # A copy keeps the group, which cannot be copied.
+        balancer = copy.deepcopy(balancer)
         leaf = y.clone().requires_grad_()
         losses = {"a": leaf.sum(), "b": 100 * leaf.square().sum()}
         order = list(losses) if rank % 2 else list(reversed(losses))
         balancer.backward({k: losses[k] for k in order}, leaf)
         found[key] = averages_of(balancer).tolist()
-        found[f"{key} twin"] = copy.deepcopy(balancer).ranks.members is group
-    twin = copy.deepcopy(balancer)
-    leaf = y.clone().requires_grad_()
-    twin.backward({"a": leaf.sum(), "b": leaf.sum()}, leaf)
-    found["twin"] = mass_of(twin).tolist()
     mesh = init_device_mesh("cpu", (world,))
-    try:
+    with pytest.raises(InputError) as error:
         balancer.fork(DTensor.from_local(leaf * 1, mesh, [Shard(0)]))
-    except InputError as error:
-        found["sharded"] = str(error)
+    found["sharded"] = str(error.value)
     nan = torch.full((2, 5), torch.nan if rank == 1 else 1.0, dtype=torch.float64)
     balancer.backward({"a": (nan * leaf).sum(), "b": leaf.sum()}, leaf)
     found["nonfinite"] = [balancer.metrics[f"nonfinite_{k}"].item() for k in "ab"]
-    found["scales"] = balancer.metrics["scale_a"].item()
+    found["scale"] = balancer.metrics["scale_a"].item()
     return found
 
 
@@ -181,99 +171,200 @@ class Drawing(ByProducts):
 
 def apart(rank, world):
     """Allowed differences between processes: groups and random numbers."""
-    found = {}
     if rank == 0:
         # torch names a group by how many this process is in.
         dist.new_group([0], use_local_synchronization=True)
     torch.manual_seed(rank)
-    names = list(WEIGHTS)
-    for key, combine in (("sum", None), ("drawn", Drawing())):
-        weights = dict.fromkeys(names, 1.0)
-        balancer = LossBalancer(weights, combine=combine, monitor=True)
-        leaf = draw(2, 5, seed=rank).requires_grad_()
-        ys = balancer.fork(leaf * 1)
-        factors = {"l1": 1.0, "l2": 100.0, "adv": 0.01}
-        sum((factors[k] * ys[k].square()).sum() for k in names).backward()
-        kept = averages_of(balancer).tolist()
-        # Its own, because the order of DDP's collectives is not ours.
-        found[f"{key} own"] = balancer.ranks._own[1] is not dist.group.WORLD
-        found[f"{key} averages"] = dict(sorted(zip(names, kept, strict=True)))
-        found[f"{key} cosine"] = min(v.item() for k, v in balancer.metrics.items() if "cos" in k)
-        scales = [balancer.metrics[f"scale_{k}"].item() for k in names]
-        drawn = [scale * norm for scale, norm in zip(scales, kept, strict=True)]
-        found[f"{key} drawn"] = dict(sorted(zip(names, drawn, strict=True)))
+    balancer = LossBalancer(dict.fromkeys(WEIGHTS, 1.0), combine=Drawing(), monitor=True)
+    leaf = draw(2, 5, seed=rank).requires_grad_()
+    ys = balancer.fork(leaf * 1)
+    factors = {"l1": 1.0, "l2": 100.0, "adv": 0.01}
+    sum((factors[k] * y.square()).sum() for k, y in ys.items()).backward()
+    kept = dict(zip(WEIGHTS, averages_of(balancer).tolist(), strict=True))
+    return {
+        "averages": kept,
+        # Every average times its scale is a third of the weight that was drawn.
+        "drawn": {k: balancer.metrics[f"scale_{k}"].item() * kept[k] for k in WEIGHTS},
+        "cosine": min(v.item() for k, v in balancer.metrics.items() if "cos" in k),
+    }
+
+
+def step(balancer, rank=0, call="fork", **options):
+    """One step of losses by the balancer's names; the error it raises, or None."""
+    y = draw(2, 5, seed=rank).requires_grad_()
+    seen = y * 1
+    losses = lambda ys: {k: (i * ys[k]).square().sum() for i, k in enumerate(ys, 1)}
+    try:
+        go_back(balancer, seen, losses, call, **options)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+class Halves:
+    """An aggregator of inner products."""
+
+    def gramian_weighting(self, products):
+        return products.new_full((len(products),), 0.5)
+
+
+def called(returned):
+    """The options of a call, if an event returned any."""
+    return returned if isinstance(returned, dict) else {}
+
+
+FRESH = LossBalancer(PAIR).state_dict()
+# By what the error names: what one process alone does, and how many micro-batches a step has; in
+# between no average has moved yet.
+STATES = [
+    ("total of 'a'", 1, lambda b: b.load_state_dict(FRESH)),
+    ("pooled of 'a'", 2, lambda b: b.load_state_dict(FRESH)),
+    ("total of 'a'", 1, lambda b: b.reset()),
+    ("total of 'a'", 2, lambda b: b.end_step()),
+    ("weight of 'a'", 1, lambda b: b.set_weights({"a": 3.0})),
+    ("loss scale", 1, lambda b: {"grad_scale": 8.0}),
+    ("loss scale", 1, lambda b: {"grad_scale": Scaler(8.0)}),
+    ("`grad_scale` being a scaler", 1, lambda b: {"grad_scale": Scaler(1.0)}),
+    ("loss scale", 1, lambda b: {"accumulation_steps": 2}),
+]
+
+
+def other_states(rank, call):
+    """A state or loss scale changed by one process alone, after one step of all."""
+    found = []
+    for _, micros, event in STATES:
+        balancer = LossBalancer(PAIR, accumulation_steps=micros)
+        step(balancer, rank, call)
+        agreed = balancer.metrics["disagreement"].item()
+        changed = called(event(balancer)) if rank == 0 else {}
+        before = {k: v.tolist() for k, v in balancer.state_dict().items()}
+        error = step(balancer, rank, call, **changed)
+        kept = before == {k: v.tolist() for k, v in balancer.state_dict().items()}
+        if rank == 1:
+            changed = called(event(balancer))
+        last = step(balancer, rank, call, **changed)
+        found.append([error, kept, last, agreed, balancer.metrics["disagreement"].item()])
     return found
 
 
-def everything(rank, world):
-    """All that needs processes, in one go: starting them takes longest."""
-    found = {"cases": [one_run(rank, world, *case) for case in CASES]}
-    if world == 2:
-        found["collectives"] = collectives(rank, world)
-    else:
-        found["groups"] = groups(rank, world)
-    found["apart"] = apart(rank, world)
-    return found
+def handed_zeros(rank, call):
+    """Gradient of the second tensor on a process with a loss of the first one alone."""
+    leaves = [draw(2, 5, seed=i).requires_grad_() for i in range(2)]
+    y, balancer = [leaf * 1 for leaf in leaves], LossBalancer(PAIR)
+    rules = [lambda ys: {"a": ys["a"][0].sum()}, lambda ys: {"b": ys["b"][1].sum()}]
+    some = rules[: rank + 1]
+    go_back(balancer, y, lambda ys: {k: v for rule in some for k, v in rule(ys).items()}, call)
+    return [None if leaf.grad is None else leaf.grad.abs().sum().item() for leaf in leaves]
+
+
+def other_options(rank, call):
+    """Names, their number or order, or an option that one process has for itself; then the same.
+
+    Returns:
+        What the error has to name, the error, and what was counted.
+    """
+    options = {
+        "total_norm": 2.0,
+        "ema_decay": 0.5,
+        "accumulation_steps": 2,
+        "eps": 1e-3,
+        "lag": True,
+        "balance_grads": False,
+        "monitor": True,
+        "per_batch_item": False,
+        "batch_independent": True,
+        "combine": Halves(),
+    }
+    weights = [{"a": 1.0, "c": 2.0}, {"a": 1.0}, dict(reversed(PAIR.items()))]
+    cases = [("options", own, {}) for own in weights]
+    cases += [(name, PAIR, {name: value}) for name, value in options.items()]
+    found = []
+    for subject, own, more in cases:
+        balancer = LossBalancer(own, **more) if rank else LossBalancer(PAIR)
+        found.append([subject, step(balancer, rank, call), mass_of(balancer).sum().item()])
+    return found, step(LossBalancer(PAIR), rank, call)
+
+
+def differing(rank, world):
+    """Processes that differ where they must not, by check and call."""
+    checks = [other_options, other_states, handed_zeros]
+    return {
+        check.__name__: [check(rank, call) for call in ("fork", "backward")] for check in checks
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Reports of each rank of two and of four processes."""
+    """By world size and function the reports of each rank."""
     return {
-        world: on_ranks(world, everything, tmp_path_factory.mktemp(f"ranks{world}"))
-        for world in (2, 4)
+        2: in_turn(2, [cases, collectives, apart, differing], tmp_path_factory.mktemp("two")),
+        4: in_turn(4, [cases, groups, apart], tmp_path_factory.mktemp("four")),
     }
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_one_process_on_the_joined_batch(world, runs):
-    results = [found["cases"] for found in runs[world]]
-    for i, (kind, call, name, missing) in enumerate(CASES):
-        parameters, averages = joined_run(world, name, missing)
+    results = runs[world]["cases"]
+    for i, (_, _, options, missing) in enumerate(CASES):
+        parameters, averages = joined_run(world, options, missing)
         for found, kept, state in (result[i] for result in results):
             # Sums over ranks in another order, five steps long; the issue asks for 1e-6.
-            assert found == pytest.approx(parameters, abs=1e-12), (kind, call, name, missing)
-            assert kept == pytest.approx(averages, rel=1e-12), (kind, call, name, missing)
+            assert found == pytest.approx(parameters, abs=1e-12), CASES[i]
+            assert kept == pytest.approx(averages, rel=1e-12), CASES[i]
             # The state is the same on every rank to the bit.
             assert state == results[0][i][2]
 
 
 def test_one_collective_a_step_whatever_the_losses(runs):
-    for found in runs[2]:
-        assert found["collectives"] == {"3": 1, "300": 1}
+    assert runs[2]["collectives"] == [{"3": 1, "300": 1}] * 2
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_may_differ_in_groups_and_random_numbers(world, runs):
-    results = [found["apart"] for found in runs[world]]
-    for found in results:
-        one, two = (found["sum averages"][k] for k in ("l1", "l2"))
-        assert two == pytest.approx(100 * one)
-        assert found["sum averages"] == results[0]["sum averages"]
-        assert found["sum own"] is found["drawn own"] is True
-        assert found["sum cosine"] == pytest.approx(1.0)
-        # Every average times its scale is a third, and with drawn weights a third of those.
-        assert found["sum drawn"] == pytest.approx(dict.fromkeys(WEIGHTS, 1 / 3))
-        assert found["drawn drawn"] == pytest.approx(results[0]["drawn drawn"])
-        drawn = found["drawn drawn"].values()
-        assert max(drawn) > 1.1 * min(drawn)
+    first, *others = runs[world]["apart"]
+    assert others == [first] * (world - 1)
+    assert first["averages"]["l2"] == pytest.approx(100 * first["averages"]["l1"])
+    assert first["cosine"] == pytest.approx(1.0)
+    assert max(first["drawn"].values()) > 1.1 * min(first["drawn"].values())
 
 
 def test_groups_orders_and_what_one_rank_alone_has(runs):
-    results = [found["groups"] for found in runs[4]]
     norms = []
     for rank in range(4):
         y = draw(2, 5, seed=rank)
         norms.append((5**0.5, (200 * y).norm(dim=1).mean().item()))
-    for rank, found in enumerate(results):
+    for rank, found in enumerate(runs[4]["groups"]):
         assert found["alone"] == pytest.approx(norms[rank])
         half = norms[:2] if rank < 2 else norms[2:]
         # Means over the items, of gradients that the number of processes divides.
         assert found["half"] == pytest.approx([sum(n) / 2 / 2 for n in zip(*half, strict=True)])
         assert found["all"] == pytest.approx([sum(n) / 4 / 4 for n in zip(*norms, strict=True)])
-        assert found["twin"][0] > 1
-        assert found["half twin"] is found["alone twin"] is found["all twin"] is True
         assert "DTensor" in found["sharded"]
         # A gradient that is not finite on one rank is left out on all of them.
         assert found["nonfinite"] == [1, 0]
-        assert found["scales"] == 0.0
+        assert found["scale"] == 0.0
+
+
+def test_other_names_and_options_are_refused_before_the_first_step_counts(runs):
+    for rank in runs[2]["differing"]:
+        for refused, alike in rank["other_options"]:
+            assert alike is None
+            for subject, error, counted in refused:
+                assert subject in error
+                assert counted == 0
+
+
+def test_states_and_loss_scales_that_differ_are_refused_and_count_nothing(runs):
+    for found in runs[2]["differing"]:
+        for by_name in found["other_states"]:
+            for (subject, _, _), (error, *others) in zip(STATES, by_name, strict=True):
+                assert subject in error
+                # All is kept; both changed, they agree; and the metric said what was wrong.
+                assert others == [True, None, False, True], subject
+
+
+def test_a_tensor_without_a_loss_on_this_process_is_handed_zeros(runs):
+    for rank, found in enumerate(runs[2]["differing"]):
+        for first, second in found["handed_zeros"]:
+            assert first > 0
+            assert second > 0 if rank else second == 0.0

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
-from tests.distributed.ranks import on_ranks
-from tests.unit.scale.test_audit import TOKENS, Head
+from tests.distributed.optim_models import whole
+from tests.distributed.ranks import in_turn
 from tests.unit.scale.training import SCALES, Poison, assert_equal, batch, make, weights_of
 
 pytestmark = pytest.mark.distributed
@@ -21,24 +20,20 @@ def shard(model):
     return fully_shard(model)
 
 
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def loss_of(model, step, rank, world):
     x, y = batch(step, 4 * world)
     rows = slice(4 * rank, 4 * rank + 4)
     return (model(x[rows]) - y[rows]).square().mean()
 
 
-def run(wrap, rank, world, *, scales, bad_rank=None, before=False, seen=None):
-    """Weights after some steps, one of them bad on one rank; and the scaler."""
+def run(wrap, rank, world, *, scales, bad_rank, before=False):
+    """Weights after some steps, one of them bad on one rank; the scaler, and what it said."""
     model, _ = make()
     poison = Poison(model.b[0])
     wrapped = model if before else wrap(model)
     scaler = LayerwiseGradScaler(model, scales, init_scale=8.0)
     wrapped = wrap(model) if before else wrapped
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer, seen = torch.optim.Adam(model.parameters(), lr=0.1), []
     for step in range(STEPS):
         poison.active = step == BAD and rank == bad_rank
         optimizer.zero_grad()
@@ -46,12 +41,11 @@ def run(wrap, rank, world, *, scales, bad_rank=None, before=False, seen=None):
         with CommDebugMode() as collectives:
             scaler.step(optimizer)
         scaler.update()
-        if seen is not None:
-            seen.append([scaler.culprits(), collectives.get_total_counts()])
-    return {n: full(p.detach()) for n, p in model.named_parameters()}, scaler
+        seen.append([scaler.culprits(), collectives.get_total_counts()])
+    return {n: whole(p) for n, p in model.named_parameters()}, scaler, seen
 
 
-def whole(world):
+def unscaled(world):
     """Training of one process on the batches of all, without scaling and without the bad one."""
     model, optimizer = make(optimizer=torch.optim.Adam)
     for step in set(range(STEPS)) - {BAD}:
@@ -61,38 +55,32 @@ def whole(world):
     return weights_of(model)
 
 
-def close(found, expected):
-    for name, value in expected.items():
-        # Five steps of Adam on float32 means that were added up in another order.
-        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
-
-
 def check_wrapper(wrap, rank, world, before):
-    seen = []
-    found, scaler = run(
-        wrap, rank, world, scales=SCALES, bad_rank=world - 1, before=before, seen=seen
-    )
+    options = {"bad_rank": world - 1, "before": before}
+    found, scaler, seen = run(wrap, rank, world, scales=SCALES, **options)
     # One collective a step, the flags, after two that exchange the layers' names; and the layer at
     # fault is the same one everywhere.
     assert [culprits for culprits, _ in seen] == [[], [], ["b"], [], []]
     assert [count for _, count in seen] == [3] + [1] * (STEPS - 1)
     assert scaler.get_scales() == {"": 8.0, **SCALES, "b": SCALES["b"] / 2}
     assert scaler.skipped == 1
-    close(found, whole(world))
+    for name, value in unscaled(world).items():
+        # Five steps of Adam on float32 means that were added up in another order.
+        torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
     # To the bit, what the same wrapper does when nothing is scaled.
-    plain, _ = run(wrap, rank, world, scales={}, bad_rank=world - 1, before=before)
+    plain, *_ = run(wrap, rank, world, scales={}, **options)
     assert_equal(found, plain)
     return scaler.state_dict()
 
 
-def check_automatic(rank, world):
+def automatic(rank, world):
     auto = AutoScale(every=1)
     with torch.autocast("cpu", torch.float16):
-        _, scaler = run(DistributedDataParallel, rank, world, scales=auto, bad_rank=0)
+        _, scaler, _ = run(DistributedDataParallel, rank, world, scales=auto, bad_rank=0)
     return scaler.state_dict(), scaler.measured.weights.sum().item()
 
 
-def check_alone(rank, world):
+def alone(rank, world):
     """Without a group every process decides for itself, and nothing is sent."""
     model, optimizer = make()
     scaler = LayerwiseGradScaler(model, SCALES, process_group=None)
@@ -102,41 +90,10 @@ def check_alone(rank, world):
     with CommDebugMode() as collectives:
         scaler.step(optimizer)
     scaler.update()
-    assert collectives.get_total_counts() == 0
-    return scaler.culprits()
+    return scaler.culprits(), collectives.get_total_counts()
 
 
-def check_refused(rank, world):
-    """DDP leaves the graph whole: a use that gets around a boundary shows."""
-    model = Head()
-    scaler = LayerwiseGradScaler(model, {"embed": 8.0}, process_group=None)
-    wrapped = DistributedDataParallel(model)
-    with pytest.raises(ValueError, match=r"'embed\.weight'"):
-        scaler.scale(wrapped(TOKENS).sum())
-
-
-def check_two_scalers(rank, world):
-    """The generator's loss overflows on one process: all skip its step, and no critic's."""
-    torch.manual_seed(0)
-    nets = [torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())]
-    scalers = [
-        LayerwiseGradScaler(net, scales) for net, scales in zip(nets, ({}, {"0": 8.0}), strict=True)
-    ]
-    wrapped = [DistributedDataParallel(net) for net in nets]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    for step in range(3):
-        for i in (0, 1):
-            made = wrapped[0](torch.full((2, 3), 1.0 + rank))
-            loss = wrapped[1](made.detach() if i else made).mean()
-            bad = (step, rank, i) == (1, world - 1, 0)
-            optimizers[i].zero_grad()
-            scalers[i].scale(loss * torch.inf if bad else loss).backward()
-            scalers[i].step(optimizers[i])
-            scalers[i].update()
-    return [int(scaler.skipped) for scaler in scalers], [p.tolist() for p in nets[1].parameters()]
-
-
-def check_other_layers(rank, world):
+def other_layers(rank, world):
     """One layer more on each process than on the one before, as in the stages of a pipeline."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2 + rank))).half()
@@ -159,40 +116,39 @@ def check_other_layers(rank, world):
     return seen, scaler.get_scales(), scaler.measured.weights.sum(1).tolist()
 
 
-def everything(rank, world):
-    check_refused(rank, world)
-    states = [
-        check_wrapper(DistributedDataParallel, rank, world, before=False),
-        check_wrapper(DistributedDataParallel, rank, world, before=True),
-        check_wrapper(shard, rank, world, before=False),
-        check_wrapper(shard, rank, world, before=True),
+def wrappers(rank, world):
+    return [
+        check_wrapper(wrap, rank, world, before)
+        for wrap in (DistributedDataParallel, shard)
+        for before in (False, True)
     ]
-    return {
-        "states": states,
-        "auto": check_automatic(rank, world),
-        "alone": check_alone(rank, world),
-        "two": check_two_scalers(rank, world),
-    }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_processes_do_the_same(world, tmp_path):
-    results = on_ranks(world, everything, tmp_path)
-    for result in results:
-        assert result["states"] == results[0]["states"]
-        assert result["auto"] == results[0]["auto"]
-        assert result["two"] == results[0]["two"]
-    assert [result["alone"] for result in results] == [["b"], *[[]] * (world - 1)]
-    assert results[0]["two"][0] == [1, 0]
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def results(request, tmp_path_factory):
+    """By function what each rank found."""
+    functions = [wrappers, automatic, alone, other_layers]
+    return in_turn(request.param, functions, tmp_path_factory.mktemp(f"{request.param}"))
+
+
+def test_all_processes_do_the_same(results):
+    for name in ("wrappers", "automatic"):
+        assert results[name] == results[name][:1] * len(results[name])
     # Every process's gradients are counted.
-    assert results[0]["auto"][1] == world * (20 + 5 + 30 + 30 + 12)
+    _, counted = results["automatic"][0]
+    assert counted == len(results["automatic"]) * (20 + 5 + 30 + 30 + 12)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_processes_with_other_layers_skip_together(world, tmp_path):
-    results = on_ranks(world, check_other_layers, tmp_path)
+def test_without_a_group_each_process_decides_for_itself(results):
+    first, *others = results["alone"]
+    assert first == [["b"], 0]
+    assert others == [[[], 0]] * len(others)
+
+
+def test_processes_with_other_layers_skip_together(results):
+    world = len(results["other_layers"])
     last = str(world)
-    for rank, (seen, scales, weights) in enumerate(results):
+    for rank, (seen, scales, weights) in enumerate(results["other_layers"]):
         # All leave the same step out, and name the layer, whoever has it.
         assert seen == [[[], True], [[last], False], [[], True], [[], True]]
         grown = {str(i): 16.0 for i in range(2 + rank)}

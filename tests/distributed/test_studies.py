@@ -1,0 +1,307 @@
+"""Studies on processes that share every batch: they find what one does, go on, and end together."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from steadygrad._checks import InputError
+from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.compare import schema
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.folder import read_run
+from steadygrad.studies.run import resume, start
+from steadygrad.studies.trainer import Trainer
+from tests.distributed import ranks
+from tests.unit.studies import framework
+from tests.unit.studies.compare import runs as comparisons
+from tests.unit.studies.framework import PLAN, Watcher, lines, part, recorded, tiny, wait_for
+from tests.unit.studies.inspect.runs import look, parts_of, spec
+from tests.unit.studies.test_start import TASK, Training, make_optimizer, plain
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# Every exchange between processes waits for the slower one: fewer steps than elsewhere.
+ADVISE = msgspec.structs.replace(
+    PLAN, samples=64, points=(32, 64), branch_samples=(32, 32), multiples=((1, 2),) * 2
+)
+ALL = comparisons.ALL
+COMPARE = comparisons.planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
+SMALLER = comparisons.planned(optimizers=("adamw", "lans"), horizons=(16, 32), seeds=2, full=False)
+STEPS = 16  # of a phase of inspect
+CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
+
+
+def advise(folder, factory="shared", **options):
+    """A study whose task has no dropout, as random numbers differ from rank to rank."""
+    framework.begin(Path(folder), factory, **{"at": None, "plan": ADVISE, **options})
+    return "done"
+
+
+def compare(folder, **options):
+    options = {"at": None, "plan": COMPARE, "optimizers": ",".join(ALL), **options}
+    comparisons.begin(Path(folder), "shared", **options)
+    return "done"
+
+
+def inspect(folder, **options):
+    look(Path(folder), spec("residual"), steps=STEPS, **options)
+    return "done"
+
+
+def lose(folder, pattern):
+    """Keeps a copy of a run, and takes the last one of such checkpoints away."""
+    if os.environ["RANK"] == "0":
+        shutil.copytree(folder, f"{folder}-alone")
+        for path in sorted(Path(folder, "checkpoints").glob(pattern))[-1:]:
+            path.unlink()
+    dist.barrier()
+
+
+def go_on(folder):
+    resume(Path(folder), monitor=Watcher())
+    return "done"
+
+
+def apart(folder):
+    """A study whose ranks disagree on its name and on when and where it began."""
+    own, loaded, load = Path(folder, os.environ["RANK"]), [], Checkpoints.load
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(own)
+        patch.setattr(Checkpoints, "load", lambda *given: loaded.append(load(*given)) or loaded[-1])
+        outcome, _ = framework.begin(own / "run", "shared", at=None, plan=ADVISE)
+    return str(outcome.folder), len(loaded), loaded.count(None)
+
+
+def small(folder, add):
+    """A comparison with a plan of its own, for a budget that is too small for any answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+        settings = schema.Settings(
+            task=tiny("shared"), add=add, optimizers="muon", budget=4.5, **CHOSEN
+        )
+        start("compare", settings, Path(folder), monitor=Watcher())
+
+
+# The study, after how many samples another run of it is stopped, and which checkpoint that loses.
+STOPPED = {
+    "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 2850, "point-1.pt"),
+    "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 800, "none"),
+    "inspect-ddp": (inspect, {}, 3 * STEPS * 4, "after-*.pt"),
+}
+# Only whole.
+OTHERS = {
+    "advise-ddp": (advise, {"sharding": "ddp"}),
+    "evaluated-ddp": (advise, {"factory": "evaluated"}),
+    "compare-fsdp2": (compare, {"sharding": "fsdp2"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs of all studies by two processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    calls = []
+    for name, (study, options, *stop) in (STOPPED | OTHERS).items():
+        calls.append(partial(study, str(folder / name), **options))
+        if stop:
+            cut = str(folder / f"{name}-cut")
+            calls.append(partial(study, cut, at=stop[0], **options))
+            calls += [partial(lose, cut, stop[1]), partial(go_on, cut)]
+    for found in ranks.studies(2, calls, folder / "ranks"):
+        assert found in (["done"] * 2, [None] * 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_two_processes_go_on_where_they_stopped(folder, name):
+    alone = folder / f"{name}-cut-alone"
+    assert read_run(alone).summary["status"] == "budget"
+    whole = lines(folder / name)
+    assert 2 < len(lines(alone)) < len(whole)
+    # Both train again what had no checkpoint.
+    assert lines(folder / f"{name}-cut") == whole
+    with pytest.raises(InputError, match="world_size"):
+        part(alone, 1)
+
+
+NUMBERS = {
+    Point: ("valid_loss",),
+    Noise: ("grad_sq_norm", "noise_trace"),
+    Branch: ("loss", "lr"),
+    Scratch: ("loss",),
+}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    advise(folder / "advise")
+    compare(folder / "compare")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["advise-ddp", "advise-fsdp2", "evaluated-ddp"])
+def test_two_processes_advise_what_one_does(one, folder, name):
+    single, shared = read_run(one / "advise"), read_run(folder / name)
+    runtime = shared.header.runtime
+    assert (runtime.world_size, runtime.sharding) == (2, name.partition("-")[2])
+    assert [event.key for event in shared.results] == [event.key for event in single.results]
+    for kind, names in NUMBERS.items():
+        pairs = list(zip(single.select(kind), shared.select(kind), strict=True))
+        assert pairs
+        for a, b in pairs:
+            for field in names:
+                if hasattr(a, field):
+                    x, y = (torch.tensor(getattr(event, field)) for event in (a, b))
+                    # float32 sums in another order, over at most 64 steps; a rank's samples lost
+                    # or seen twice show in the second digit.
+                    torch.testing.assert_close(y, x, rtol=1e-5, atol=0.0)
+    one_size, size = (run.summary["recommendation"]["batch_size"] for run in (single, shared))
+    assert size == one_size
+
+
+def test_two_processes_compare_as_one_does(one, folder):
+    single, shared = read_run(one / "compare"), read_run(folder / "compare-fsdp2")
+    runs = {run.key: run for run in single.select(schema.Run)}
+    searched = {key for key, run in runs.items() if not run.repeat and run.samples == 16}
+    assert len(searched) >= 5 * len(ALL)
+    pairs = [(runs[run.key], run) for run in shared.select(schema.Run) if run.key in runs]
+    assert {own.key for own, _ in pairs} >= searched
+    for own, other in pairs:
+        # Sums in another order over at most 16 steps; Muon orthogonalises in bfloat16, whose
+        # rounding is 2^-8. A rank's samples lost or seen twice show in the first digit.
+        near = 2e-2 if own.optimizer == "muon" else 1e-4
+        assert other.loss == pytest.approx(own.loss, rel=near), own.key
+    speeds = [run.select(schema.Speed)[0].state_bytes for run in (single, shared)]
+    assert speeds[1] == pytest.approx(speeds[0], rel=1e-6)
+
+
+def test_an_overflow_on_one_process_is_attributed_on_all(folder):
+    run = read_run(folder / "inspect-ddp")
+    after = parts_of(run.folder, "after")
+    skipped = sum(part.skipped for part in after)
+    assert run.summary["diagnosis"]["nonfinite_at_any_scale"] == {"blocks.1": skipped}
+    # Both processes' gradients are counted, and of each only finite steps.
+    counts = [part.weights["last"] for part in after if "last" in part.weights]
+    total = sum(h.zero + sum(h.counts) for h in counts)
+    assert total == 2 * 17 * (STEPS - skipped)
+
+
+def test_all_processes_take_the_first_ones_folder_and_checkpoints(one, tmp_path):
+    [[first, second]] = ranks.studies(2, [partial(apart, str(tmp_path))], tmp_path / "ranks")
+    assert first == second
+    folder, loaded, lost = first
+    assert folder == str(tmp_path / "0" / "run")
+    assert (loaded > 5, lost) == (True, 0)
+    assert [event.key for event in read_run(folder).results] == [
+        event.key for event in read_run(one / "advise").results
+    ]
+
+
+def test_what_cannot_be_used_ends_all_processes(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    run = str(tmp_path / "run")
+    refused = {
+        # Only the first rank can see it.
+        "empty folder": partial(advise, str(mine)),
+        "it broke": partial(small, run, f"{comparisons.ADDED}:raises"),
+        "no_step": partial(small, run, f"{comparisons.ADDED}:no_step"),
+        "budget": partial(small, run, ""),
+    }
+    found = ranks.studies(2, list(refused.values()), tmp_path / "two")
+    found += ranks.studies(3, [partial(advise, run, "make_task")], tmp_path / "three")
+    for message, said in zip([*refused, "batch_size"], found, strict=True):
+        assert said == said[:1] * len(said)
+        assert message in said[0]
+    assert not Path(run).exists()
+
+
+def slow_study(folder):
+    """What ended a study that takes its time."""
+    deadline, settings = Deadline(), Settings(task=tiny("slow"), budget=1e6, **CHOSEN)
+    with framework.planned(ADVISE), deadline.signals():
+        found = start("advise", settings, Path(folder), deadline=deadline, monitor=Watcher())
+    return found.stopped_by
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_one_process_ends_both(tmp_path, sent):
+    folder, place = tmp_path / "run", tmp_path / "ranks"
+    context = ranks.start_studies(2, [partial(slow_study, str(folder))], place)
+    wait_for(lambda: recorded(folder) > 0)
+    began = time.monotonic()
+    os.kill(context.pids()[1], sent)
+    if sent is signal.SIGINT:
+        ranks.join(context, seconds=200)
+        assert ranks.results_of(2, place) == [[sent], [sent]]
+        assert read_run(folder).summary["status"] == "interrupted"
+        return
+    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
+        ranks.join(context, seconds=200)
+    assert time.monotonic() - began < 90  # a minute is the exchange's limit
+    # The launcher's signal may reach the rank that is left before it misses the other one, and an
+    # exchange in a backward pass that misses it is an error of the trial.
+    result = place / "result-0.json"
+    [ended] = json.loads(result.read_text()) if result.exists() else [signal.SIGTERM]
+    assert ended == signal.SIGTERM or "Found RuntimeError" in ended
+
+
+def write_training(path):
+    """A checkpoint of the training, its optimizer's state sharded as well."""
+    training, sharded = Training(), Training()
+    state = training.optimizer.state_dict()
+    model = fully_shard(sharded.model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p, own in zip(model.parameters(), state["state"].values(), strict=True):
+        optimizer.state[p] = {
+            name: x if name == "step" else distribute_tensor(x, p.device_mesh, p.placements)
+            for name, x in own.items()
+        }
+    optimizer.param_groups[0].update(eps=1e-3)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
+
+
+def trained_on(path, sharding="ddp"):
+    """Weights after three steps from the checkpoint."""
+    task = replace(TASK, start=path, make_optimizer=make_optimizer)
+    device = torch.device("cpu")
+    with DistributedContext.joined(Deadline(), device, sharding) as context:
+        trainer = Trainer(task, seed=0, dtype="float32", context=context)
+        trainer.check_task()
+        for number in range(10, 13):
+            trainer.step(torch.arange(4 * number, 4 * number + 4))
+        return torch.cat([x.flatten() for x in trainer.state(0).model.values()]).tolist()
+
+
+def test_a_task_starts_from_a_file_or_from_a_folder_of_two_processes(tmp_path):
+    file, folder = str(tmp_path / "file"), str(tmp_path / "folder")
+    plain(Training(), tmp_path / "file")
+    one = trained_on(file)
+    calls = [partial(write_training, folder)]
+    for path in (file, folder):
+        calls += [partial(trained_on, path, sharding) for sharding in ("ddp", "fsdp2")]
+    for found in ranks.studies(2, calls, tmp_path / "ranks")[1:]:
+        for weights in found:
+            # float32 sums in another order, over three steps.
+            assert weights == pytest.approx(one, abs=1e-6)
