@@ -43,7 +43,7 @@ ADVISE = msgspec.structs.replace(
 )
 ALL = comparisons.ALL
 COMPARE = comparisons.planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
-SMALLER = comparisons.planned(optimizers=("adamw", "lans"), horizons=(16, 32), seeds=2, full=False)
+SMALLER = msgspec.structs.replace(COMPARE, optimizers=("adamw", "lans"))
 STEPS = 16  # of a phase of inspect
 CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
 
@@ -103,7 +103,7 @@ def small(folder, add):
 # The study, after how many samples another run of it is stopped, and which checkpoint that loses.
 STOPPED = {
     "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 2850, "point-1.pt"),
-    "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 800, "none"),
+    "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 1300, "none"),
     "inspect-ddp": (inspect, {}, 3 * STEPS * 4, "after-*.pt"),
 }
 # Only whole.
