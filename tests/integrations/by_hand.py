@@ -1,9 +1,42 @@
-"""Plain loops with literal formulas, which the trainers are compared with."""
+"""Plain loops with literal formulas, which the trainers are compared with, and what they train."""
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from steadygrad.noise import BatchSizeSchedule
+
 IGNORED = -100
+# Rows of a micro-batch, micro-batches and steps that the trainers train with, and processes.
+ROWS, ACCUMULATION, STEPS, RANKS = 2, 4, 6, 2
+
+# Windows of 2, 3 and 6 micro-batches: 10 samples are 5 of them, and the first multiple of 3 that
+# ends a window of 2 is 6. After 30 samples come 15, and the first multiple of 6 that ends a window
+# of 3 is 18, or the next epoch.
+GROWS = BatchSizeSchedule(
+    [
+        {"from_samples": 0, "batch_size": 4},
+        {"from_samples": 10, "batch_size": 6},
+        {"from_samples": 30, "batch_size": 12},
+    ]
+)
+
+
+def gpt2():
+    """A tiny GPT-2 with the same random weights at each call."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def adamw(model, lr=1e-2):
+    """The optimizer of most trainings."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 
 
 def token_batches(count, rows=2, length=12, vocabulary=31, seed=0):
@@ -19,6 +52,16 @@ def token_batches(count, rows=2, length=12, vocabulary=31, seed=0):
     return batches
 
 
+def rows_from(batches):
+    """The single rows of batches, which a trainer's own loader puts together again."""
+    return [{k: v[i] for k, v in batch.items()} for batch in batches for i in range(ROWS)]
+
+
+def chunks(batches, size=ACCUMULATION):
+    """Windows of so many micro-batches."""
+    return [batches[i : i + size] for i in range(0, len(batches), size)]
+
+
 def labelled(batch):
     """Number of labels that a causal model is trained on."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
@@ -28,9 +71,58 @@ def summed_loss(model, batch, dtype=torch.bfloat16):
     """Sum of the cross-entropies of the next tokens, in float32 from autocast logits."""
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         logits = model(input_ids=batch["input_ids"]).logits
-    targets = batch["labels"][:, 1:]
-    flat = logits[:, :-1].float().reshape(-1, logits.shape[-1])
-    return cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
+    return next_tokens(logits, batch["labels"], "sum")
+
+
+def next_tokens(logits, labels, reduction="mean"):
+    """Cross-entropy of the next tokens, in float32."""
+    flat, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    return cross_entropy(flat, targets, ignore_index=IGNORED, reduction=reduction)
+
+
+def hooks_of(module):
+    """Number of hooks on its weights, and on it and the modules within."""
+    weights = sum(len(p._backward_hooks or ()) for p in module.parameters())
+    return weights + sum(len(m._forward_hooks | m._forward_pre_hooks) for m in module.modules())
+
+
+def assert_same(found, wanted):
+    """Two models have the same weights to the bit."""
+    for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def assert_measured(noise, expected):
+    """A noise scale is that of the loop by hand, over as many steps."""
+    estimate = noise.estimate()
+    assert int(estimate.measurements) == len(expected.noises)
+    assert int(noise.altered) == int(noise.skipped) == 0
+    assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
+
+
+def found_on_rank(noise):
+    """What a process hands back of its noise scale."""
+    return {
+        "value": float(noise.estimate().value),
+        "kind": noise.world.kind,
+        "altered": int(noise.altered),
+    }
+
+
+def assert_measured_on_ranks(found, kind, expected, rel=1e-3):
+    """All processes have the same noise scale, that of one loop by hand."""
+    assert {(row["kind"], row["altered"]) for row in found} == {(kind, 0)}
+    assert len({row["value"] for row in found}) == 1
+    assert found[0]["value"] == pytest.approx(expected.value, rel=rel)
+
+
+class BadBackward(torch.nn.Module):
+    """Its backward pass divides zero by zero, if it is told to."""
+
+    broken = False
+
+    def forward(self, x):
+        return x + (0 * x).abs().sqrt() if self.broken else 2 * x
 
 
 def assert_trained_alike(found, wanted, start):

@@ -9,6 +9,8 @@ import pytest
 
 from tests.integrations.pages import ROOT, blocks, shape
 
+pytestmark = pytest.mark.slow
+
 # The package that an example needs, and the page that shows its output.
 EXAMPLES = {
     "hf_trainer.py": ("transformers", "transformers.md"),

@@ -9,26 +9,28 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.noise import BatchSizeSchedule
 from tests.distributed.ranks import on_ranks
-from tests.integrations import quiet
-from tests.integrations.by_hand import IGNORED, token_batches, train_by_hand
+from tests.integrations import by_hand, quiet
+from tests.integrations.by_hand import ACCUMULATION as MICROS
+from tests.integrations.by_hand import IGNORED, RANKS, ROWS, STEPS, chunks, token_batches
 from tests.integrations.pages import after, blocks, run
 
-quiet.importorskip("olmo_core", "olmo_core.train.train_module", "olmo_core.data.data_loader")
+olmo_core = quiet.importorskip(
+    "olmo_core", "olmo_core.train.train_module", "olmo_core.data.data_loader"
+)
 
 from olmo_core.data.collator import DataCollator  # noqa: E402
 from olmo_core.data.data_loader import TextDataLoaderBase  # noqa: E402
 from olmo_core.nn.transformer import TransformerConfig  # noqa: E402
 from olmo_core.optim import AdamWConfig  # noqa: E402
 from olmo_core.train import Duration, TrainerConfig  # noqa: E402
-from olmo_core.train.callbacks import BatchSizeSchedulerCallback, CheckpointerCallback  # noqa: E402
+from olmo_core.train.callbacks import CheckpointerCallback  # noqa: E402
 from olmo_core.train.train_module import TransformerTrainModuleConfig  # noqa: E402
 from olmo_core.train.train_module.transformer import TransformerDataParallelConfig  # noqa: E402
 
 from steadygrad.integrations.olmo_core import NoiseScaleCallback  # noqa: E402
 
-ROWS, LENGTH, MICROS, STEPS, RANKS = 2, 12, 4, 6, 2
+LENGTH = 12
 PAGE = "olmo_core.md"
 pytestmark = [
     # What it says of itself, of CUDA, and of torch's newer names.
@@ -42,9 +44,7 @@ class Batches(TextDataLoaderBase):
     """Batches that are in memory; each rank takes its own part of a step's."""
 
     def __init__(self, folder, batches, ranks=1, rank=0):
-        self.steps = [
-            batches[i : i + MICROS * ranks] for i in range(0, len(batches), MICROS * ranks)
-        ]
+        self.steps = chunks(batches, MICROS * ranks)
         super().__init__(
             collator=DataCollator(pad_token_id=0), work_dir=folder, dp_world_size=ranks,
             dp_rank=rank, global_batch_size=ROWS * LENGTH * MICROS * ranks, fs_local_rank=rank,
@@ -82,7 +82,8 @@ def make_model():
     return model
 
 
-def make_trainer(folder, batches, callbacks, ranks=1, rank=0, parallel=None, **options):
+def parts_of(folder, batches, callbacks, ranks=1, rank=0, parallel=None, **options):
+    """The trainer's configuration, the train module and the data loader."""
     config = TransformerTrainModuleConfig(
         rank_microbatch_size=ROWS * LENGTH, max_sequence_length=LENGTH, max_grad_norm=1.0,
         optim=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8),
@@ -93,10 +94,16 @@ def make_trainer(folder, batches, callbacks, ranks=1, rank=0, parallel=None, **o
     if parallel is None:
         # It has drawn its own weights.
         module.model.load_state_dict(start.state_dict())
-    return TrainerConfig(
+    trainer = TrainerConfig(
         save_folder=str(folder), max_duration=Duration.steps(STEPS), device="cpu",
         callbacks=callbacks, save_overwrite=True, metrics_collect_interval=1, **options,
-    ).build(module, Batches(folder, batches, ranks, rank))  # fmt: skip
+    )  # fmt: skip
+    return trainer, module, Batches(folder, batches, ranks, rank)
+
+
+def make_trainer(*args, **options):
+    config, module, batches = parts_of(*args, **options)
+    return config.build(module, batches)
 
 
 class WithLogits(nn.Module):
@@ -110,30 +117,23 @@ class WithLogits(nn.Module):
         return SimpleNamespace(logits=self.model(input_ids))
 
 
-def by_hand(model, batches, size=MICROS):
+def train_by_hand(model, batches, ranks=1):
     model = WithLogits(copy.deepcopy(model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    windows = [batches[i : i + size] for i in range(0, len(batches), size)]
-    return train_by_hand(model, windows, optimizer, dtype=None, ranks=size // MICROS)
+    windows, optimizer = chunks(batches, MICROS * ranks), by_hand.adamw(model)
+    return by_hand.train_by_hand(model, windows, optimizer, dtype=None, ranks=ranks)
 
 
 def test_noise_scale_is_that_of_a_loop_by_hand(tmp_path):
     batches = token_batches(MICROS * STEPS)
     callback = NoiseScaleCallback(interval=2)
     trainer = make_trainer(tmp_path, batches, {"noise": callback}, no_checkpoints=True)
-    expected = by_hand(trainer.train_module.model, batches)
+    expected = train_by_hand(trainer.train_module.model, batches)
     recorded = {}
-    record = trainer.record_metric
-    trainer.record_metric = lambda name, value, *a, **k: (
-        recorded.update({name: value}),
-        record(name, value, *a, **k),
-    )
+    trainer.record_metric = lambda name, value, *a, **k: recorded.update({name: value})
     trainer.fit()
-    estimate = callback.noise.estimate()
-    assert int(estimate.measurements) == STEPS
-    assert int(callback.noise.altered) == 0
-    assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
-    assert recorded["steadygrad/noise_scale/value"] == pytest.approx(float(estimate.value))
+    by_hand.assert_measured(callback.noise, expected)
+    value = float(callback.noise.estimate().value)
+    assert recorded["steadygrad/noise_scale/value"] == pytest.approx(value)
 
 
 def test_resumes_to_the_bit(tmp_path):
@@ -157,10 +157,7 @@ def test_resumes_to_the_bit(tmp_path):
     assert kept.state_dict()["noise"]["steps"] == STEPS
     found, wanted = (t.callbacks["noise"].noise.state_dict()["ring"] for t in (again, whole))
     assert torch.equal(found, wanted)
-    pairs = zip(
-        again.train_module.model.parameters(), whole.train_module.model.parameters(), strict=True
-    )
-    assert all(torch.equal(a, b) for a, b in pairs)
+    by_hand.assert_same(again.train_module.model, whole.train_module.model)
 
 
 def train_on_rank(rank, world, folder, parallel):
@@ -177,12 +174,7 @@ def train_on_rank(rank, world, folder, parallel):
         for name, p in trainer.train_module.model.named_parameters()
     }
     trainer.fit()
-    return {
-        "value": float(callback.noise.estimate().value),
-        "kind": callback.noise.world.kind,
-        "altered": int(callback.noise.altered),
-        "start": start,
-    }
+    return {**by_hand.found_on_rank(callback.noise), "start": start}
 
 
 @pytest.mark.distributed
@@ -192,10 +184,8 @@ def test_two_processes_measure_what_one_loop_by_hand_does(parallel, tmp_path):
     model = make_model()
     start = {name.removeprefix("module."): v for name, v in found[0]["start"].items()}
     model.load_state_dict({name: torch.tensor(value) for name, value in start.items()})
-    expected = by_hand(model, token_batches(RANKS * MICROS * STEPS), RANKS * MICROS)
-    assert [row["kind"] for row in found] == [parallel] * RANKS
-    assert [row["altered"] for row in found] == [0] * RANKS
-    assert found[0]["value"] == found[1]["value"] == pytest.approx(expected.value, rel=1e-3)
+    expected = train_by_hand(model, token_batches(RANKS * MICROS * STEPS), RANKS)
+    by_hand.assert_measured_on_ranks(found, parallel, expected)
 
 
 def test_one_micro_batch_is_refused(tmp_path):
@@ -206,29 +196,18 @@ def test_one_micro_batch_is_refused(tmp_path):
         trainer.fit()
 
 
-def test_its_schedule_takes_what_the_writer_writes():
-    stages = [{"from_samples": 0, "batch_size": 8}, {"from_samples": 96, "batch_size": 16}]
-    text = BatchSizeSchedule(stages).to_olmo_core(LENGTH)
-    names = {"BatchSizeSchedulerCallback": BatchSizeSchedulerCallback, "Duration": Duration}
-    callback = eval(text, names)
-    assert callback.batch_sizes == [96, 192]
-    assert callback.schedule == [Duration.tokens(0), Duration.tokens(96 * LENGTH)]
-
-
-def test_the_page_shows_what_the_writer_writes(capsys):
+def test_the_schedule_on_the_page_is_one_of_its_own(capsys):
     run(blocks(PAGE, "python")[0], {}, PAGE)
-    assert capsys.readouterr().out == blocks(PAGE, "text")[0]
+    text = capsys.readouterr().out
+    assert text == blocks(PAGE, "text")[0]
+    callback = eval(text, vars(olmo_core.train) | vars(olmo_core.train.callbacks))
+    assert callback.batch_sizes == [8 * 4096, 16 * 4096]
+    assert callback.schedule == [Duration.tokens(0), Duration.tokens(96 * 4096)]
 
 
 def test_the_pages_diff_measures(tmp_path):
-    batches = token_batches(MICROS * STEPS)
-    trainer = make_trainer(tmp_path, batches, {}, no_checkpoints=True)
-    module, loader = trainer.train_module, Batches(tmp_path, batches)
-    config = TrainerConfig(
-        save_folder=str(tmp_path), max_duration=Duration.steps(STEPS), device="cpu",
-        no_checkpoints=True,
-    )  # fmt: skip
-    names = {"trainer_config": config, "train_module": module, "data_loader": loader}
+    parts = parts_of(tmp_path, token_batches(MICROS * STEPS), {}, no_checkpoints=True)
+    names = dict(zip(("trainer_config", "train_module", "data_loader"), parts, strict=True))
     found = run(after(blocks(PAGE, "diff")[0]), names, PAGE)
     noise = found["trainer"].callbacks["noise_scale"].noise
     assert int(noise.estimate().measurements) == STEPS

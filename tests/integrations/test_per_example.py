@@ -4,19 +4,14 @@ import pytest
 import torch
 
 from steadygrad.noise import NoiseScale
-from tests.integrations.by_hand import NoiseByHand, flat_gradient, summed_loss, token_batches
+from tests.integrations.by_hand import NoiseByHand, flat_gradient, gpt2, summed_loss, token_batches
 
-transformers = pytest.importorskip("transformers", reason="group integrations")
+pytest.importorskip("transformers", reason="group integrations")
 
 
 @pytest.mark.parametrize("length", [4, 12])
 def test_conv1d_has_per_example_norms(length):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).double()
+    model = gpt2().double()
     tokens = token_batches(1, rows=4, length=length)[0]["input_ids"]
     batch = {"input_ids": tokens, "labels": tokens}
     # Without them GPT-2 looks up positions once for all rows.

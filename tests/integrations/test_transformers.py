@@ -2,28 +2,25 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
 
+from steadygrad._checks import InputError
 from steadygrad.noise import BatchSizeSchedule
-from steadygrad.optim import LAMB, LANS, ScaledAdam
-from tests.integrations.by_hand import assert_trained_alike, token_batches, train_by_hand
+from steadygrad.optim import LANS
+from tests.distributed.ranks import on_ranks
+from tests.integrations import by_hand
+from tests.integrations.by_hand import ACCUMULATION, GROWS, RANKS, STEPS, chunks, token_batches
 
 transformers = pytest.importorskip("transformers", reason="group integrations")
 
 from steadygrad.integrations.transformers import SteadygradMixin  # noqa: E402
 
-ROWS, ACCUMULATION, STEPS = 2, 4, 6
 
-
-def make_model(**options):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
-        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
+def make_model():
+    model = by_hand.gpt2()
     # Else transformers 5.23 divides by labels that its loss does not have; see its own test below.
     model.loss_type = "ForCausalLM"
     return model
@@ -33,13 +30,9 @@ class Trainer(SteadygradMixin, transformers.Trainer):
     """As on the page."""
 
 
-def rows_from(batches):
-    return [{k: v[i] for k, v in batch.items()} for batch in batches for i in range(ROWS)]
-
-
 def arguments(folder, **options):
     given = {
-        "per_device_train_batch_size": ROWS, "gradient_accumulation_steps": ACCUMULATION,
+        "per_device_train_batch_size": by_hand.ROWS, "gradient_accumulation_steps": ACCUMULATION,
         "max_steps": STEPS, "train_sampling_strategy": "sequential", "bf16": True, "use_cpu": True,
         "logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant",
         "learning_rate": 1e-2, "disable_tqdm": True, **options,
@@ -47,163 +40,236 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(str(folder), **given)
 
 
-def make_trainer(folder, batches, model=None, options=None, **given):
-    model = make_model() if model is None else model
-    data = rows_from(batches)
-    return Trainer(model, arguments(folder, **(options or {})), train_dataset=data, **given)
+SAVED = {"save_strategy": "steps", "save_steps": 3}
+ONE_EPOCH = {"max_steps": -1, "num_train_epochs": 1}
 
 
-def chunks(batches, size=ACCUMULATION):
-    return [batches[i : i + size] for i in range(0, len(batches), size)]
+def make_trainer(folder, batches, kind=Trainer, options=None, **given):
+    if "model_init" not in given:
+        given = {"model": make_model(), **given}
+    options = arguments(folder, **(options or {}))
+    return kind(args=options, train_dataset=by_hand.rows_from(batches), **given)
 
 
-def adamw(model, lr=1e-2):
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+def logs(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
-def test_noise_scale_of_padded_labels_is_that_of_a_loop_by_hand(tmp_path):
-    batches = token_batches(ACCUMULATION * STEPS)
-    trainer = make_trainer(tmp_path, batches)
-    expected = train_by_hand(model := copy.deepcopy(trainer.model), chunks(batches), adamw(model))
+@pytest.mark.parametrize(
+    ("loss_type", "uncounted", "noise_scale"),
+    [("ForCausalLM", 0, True), (None, 1, {"samples": by_hand.ROWS})],
+    ids=["labels", "GPT-2 as it is divides by more labels than it has"],
+)
+def test_noise_scale_is_that_of_a_loop_by_hand(loss_type, uncounted, noise_scale, tmp_path):
+    batches, model = token_batches(ACCUMULATION * STEPS), make_model()
+    model.loss_type = loss_type
+    twin, options = copy.deepcopy(model), {"lr": 1e-2, "weight_decay": 0.0}
+    optimizer = LANS(twin.named_parameters(), **options)
+    expected = by_hand.train_by_hand(twin, chunks(batches), optimizer, uncounted=uncounted)
+    optimizers = LANS(model.named_parameters(), **options), None
+    given = {"model": model, "optimizers": optimizers, "noise_scale": noise_scale}
+    trainer = make_trainer(tmp_path, batches, **given)
     trainer.train()
     assert trainer.args.max_grad_norm == 1.0
-    estimate = trainer.noise.estimate()
-    assert int(estimate.measurements) == STEPS
-    assert int(trainer.noise.altered) == int(trainer.noise.skipped) == 0
-    assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
-    assert float(estimate.noise_trace) == pytest.approx(expected.average(expected.noises), rel=1e-3)
-
-
-def test_gpt_2_as_it_is_divides_by_more_labels_than_it_has(tmp_path):
-    batches = token_batches(ACCUMULATION * STEPS)
-    model = make_model()
-    model.loss_type = None
-    trainer = make_trainer(tmp_path, batches, model)
-    model = copy.deepcopy(model)
-    expected = train_by_hand(model, chunks(batches), adamw(model), uncounted=1)
-    trainer.train()
-    assert float(trainer.noise.estimate().value) == pytest.approx(expected.value, rel=1e-3)
-
-
-def test_without_weights_it_would_be_another(tmp_path):
-    """The test above can fail: what `accumulation="mean"` measures is far off."""
-    batches = token_batches(ACCUMULATION * STEPS)
-    model = make_model()
-    right = train_by_hand(model, chunks(batches), adamw(model)).value
-    model = make_model()
-    wrong = train_by_hand(model, chunks(batches), adamw(model), by_tokens=False).value
-    assert abs(wrong / right - 1) > 0.01
-
-
-def test_numbers_are_in_the_trainers_logs(tmp_path):
-    trainer = make_trainer(tmp_path, token_batches(ACCUMULATION * STEPS))
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
+    by_hand.assert_measured(trainer.noise, expected)
+    by_hand.assert_trained_alike(model, twin, make_model())
+    rows = logs(trainer)
     assert len(rows) == STEPS
-    assert rows[-1]["steadygrad/noise_scale/noise_trace"] == pytest.approx(
-        float(trainer.noise.estimate().noise_trace)
-    )
+    trace = float(trainer.noise.estimate().noise_trace)
+    assert rows[-1]["steadygrad/noise_scale/noise_trace"] == pytest.approx(trace)
     assert rows[-1]["steadygrad/noise_scale/altered"] == 0
     json.dumps(rows, allow_nan=False)
 
 
-@pytest.mark.parametrize("kind", [LANS, LAMB, ScaledAdam])
-def test_an_optimizer_is_that_of_a_loop_by_hand(kind, tmp_path):
-    batches = token_batches(ACCUMULATION * STEPS)
-    options = {"lr": 1e-2} if kind is ScaledAdam else {"lr": 1e-2, "weight_decay": 0.0}
-    given = make_model()
-    model = copy.deepcopy(given)
-    optimizers = kind(given.named_parameters(), **options), None
-    trainer = make_trainer(tmp_path, batches, given, optimizers=optimizers)
-    optimizer = kind(model.named_parameters(), **options)
-    start = copy.deepcopy(model)
-    train_by_hand(model, chunks(batches), optimizer)
-    trainer.train()
-    assert_trained_alike(trainer.model, model, start)
+class Plain(Trainer):
+    """The usual override, which says that its loss is a mean over one micro-batch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def history(trainer):
-    keys = ("step", "loss", "grad_norm")
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    return [
-        {k: v for k, v in row.items() if k in keys or k.startswith("steadygrad")} for row in rows
-    ]
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    return by_hand.next_tokens(outputs.logits, labels, "sum") / num_items_in_batch
 
 
-def test_resumes_to_the_bit(tmp_path):
-    batches = token_batches(ACCUMULATION * STEPS)
-    options = {"save_strategy": "steps", "save_steps": 3}
-    kind = (LANS, {"lr": 1e-2})
-    whole = make_trainer(tmp_path, batches, options=options, optimizer_cls_and_kwargs=kind)
-    whole.train()
-    again = make_trainer(tmp_path, batches, options=options, optimizer_cls_and_kwargs=kind)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert history(again)[-3:] == history(whole)[-3:]
-    assert history(whole)[-1]["steadygrad/optimizer/skipped"] == 0
-    for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-    assert torch.equal(again.noise.state_dict()["ring"], whole.noise.state_dict()["ring"])
-    saved = torch.load(tmp_path / "checkpoint-3" / "steadygrad-state.pt", weights_only=True)
-    assert saved["noise"]["steps"] == 3
-
-
-GROWS = BatchSizeSchedule(
-    [
-        {"from_samples": 0, "batch_size": 4},
-        {"from_samples": 10, "batch_size": 6},
-        {"from_samples": 30, "batch_size": 12},
-    ]
+@pytest.mark.parametrize(
+    ("kind", "function", "by_tokens"),
+    [(Plain, None, False), (Trainer, summed_loss, True)],
+    ids=["plain", "function"],
 )
+def test_micro_batches_weigh_as_the_trainer_is_told(kind, function, by_tokens, tmp_path):
+    batches, model = token_batches(ACCUMULATION * STEPS), make_model()
+    still = by_hand.adamw(model, lr=0.0)
+    expected = by_hand.train_by_hand(model, chunks(batches), still, by_tokens=by_tokens)
+    trainer = make_trainer(
+        tmp_path, batches, kind, {"learning_rate": 0.0}, compute_loss_func=function
+    )
+    trainer.train()
+    by_hand.assert_measured(trainer.noise, expected)
+
+
+def train_on_rank(rank, world, folder):
+    # The process group is there already, over a file; this is how Accelerate learns of it.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    batches = token_batches(RANKS * ACCUMULATION * STEPS)
+    options = {"ddp_backend": "gloo", **SAVED}
+    trainer, again = (make_trainer(folder, batches, options=options) for _ in range(2))
+    trainer.train()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    by_hand.assert_same(again.model, trainer.model)
+    assert again.noise.estimate().as_dict() == trainer.noise.estimate().as_dict()
+    return by_hand.found_on_rank(trainer.noise)
+
+
+@pytest.mark.distributed
+def test_two_processes_measure_what_one_loop_by_hand_does(tmp_path):
+    found = on_ranks(RANKS, train_on_rank, tmp_path, str(tmp_path / "trained"))
+    model, batches = make_model(), token_batches(RANKS * ACCUMULATION * STEPS)
+    windows = chunks(batches, RANKS * ACCUMULATION)
+    expected = by_hand.train_by_hand(model, windows, by_hand.adamw(model))
+    by_hand.assert_measured_on_ranks(found, "ddp", expected)
 
 
 class Windows(Trainer):
     """Notes the micro-batches of each step."""
 
-    sizes = ()
+    sizes, open = (), 0
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.open = (*getattr(self, "open", ()), inputs["input_ids"][0, 0].item())
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        self.open += 1
         if self.accelerator.sync_gradients:
-            self.sizes, self.open = (*self.sizes, len(self.open)), ()
+            self.sizes, self.open = (*self.sizes, self.open), 0
         return loss
 
 
-# 10 samples are 5 micro-batches; the first multiple of 3 that ends a window of 2 is 6. After 30
-# samples come 15, and the first multiple of 6 that ends a window of 3 is 18, or the next epoch.
 @pytest.mark.parametrize(
-    ("batches", "expected"),
-    [(60, [2, 2, 2, 3, 3, 3, 3, 6, 6]), (17, [2, 2, 2, 3, 3, 3, 2, 6])],
-    ids=["one epoch", "epochs"],
+    ("batches", "options", "expected"),
+    [
+        (60, {"max_steps": 9}, [2, 2, 2, 3, 3, 3, 3, 6, 6]),
+        (17, {"max_steps": 8}, [2, 2, 2, 3, 3, 3, 2, 6]),
+        (17, {"max_steps": -1, "num_train_epochs": 2}, [2, 2, 2, 3, 3, 3, 2, 6, 6, 5]),
+    ],
+    ids=["one epoch", "steps of two epochs", "two epochs"],
 )
-def test_a_schedule_of_batch_sizes_cuts_no_window(batches, expected, tmp_path):
-    data = token_batches(batches)
-    args = arguments(tmp_path, max_steps=len(expected))
-    trainer = Windows(make_model(), args, train_dataset=rows_from(data), batch_sizes=GROWS)
+def test_a_schedule_of_batch_sizes_cuts_no_window(batches, options, expected, tmp_path):
+    trainer = make_trainer(tmp_path, token_batches(batches), Windows, options, batch_sizes=GROWS)
     trainer.train()
     assert list(trainer.sizes) == expected
-    assert trainer.state.global_step == len(expected)
-    sizes = [row["steadygrad/batch_size"] for row in trainer.state.log_history if "loss" in row]
-    assert sizes == [4, 4, 4, 6, 6, 6, 6, 12, 12][: len(sizes)]
+    assert trainer.state.global_step == trainer.state.max_steps == len(expected)
+    # At an epoch's end a window is shorter than what the Trainer is set to accumulate.
+    sizes = [row["steadygrad/batch_size"] for row in logs(trainer)]
+    assert sizes == [4, 4, 4, 6, 6, 6, 6, 12, 12, 12][: len(expected)]
 
 
-def test_a_schedule_counts_the_steps_of_epochs(tmp_path):
-    data = token_batches(17)
-    args = arguments(tmp_path, max_steps=-1, num_train_epochs=2)
-    trainer = Windows(make_model(), args, train_dataset=rows_from(data), batch_sizes=GROWS)
+def test_a_schedule_resumes_to_the_bit(tmp_path):
+    def trained(checkpoint=None):
+        trainer = make_trainer(
+            tmp_path,
+            token_batches(17),
+            options={"max_steps": -1, "num_train_epochs": 2, **SAVED, "save_steps": 1},
+            batch_sizes=GROWS,
+            optimizer_cls_and_kwargs=(LANS, {"lr": 1e-2}),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    def history(trainer):
+        return [
+            {k: v for k, v in row.items() if k.startswith(("step", "steady", "loss", "grad_norm"))}
+            for row in logs(trainer)
+        ]
+
+    whole = trained()
+    assert history(whole)[-1]["steadygrad/optimizer/skipped"] == 0
+    # Where the batch grows, at an epoch's end, and within the next epoch.
+    for steps in (3, 7, 8):
+        again = trained(str(tmp_path / f"checkpoint-{steps}"))
+        assert history(again) == history(whole)
+        by_hand.assert_same(again.model, whole.model)
+        assert torch.equal(again.noise.state_dict()["ring"], whole.noise.state_dict()["ring"])
+    saved = torch.load(tmp_path / "checkpoint-3" / "steadygrad-state.pt", weights_only=True)
+    assert saved["noise"]["steps"] == 3
+
+
+def test_each_training_has_a_history_of_its_own(tmp_path):
+    trainer = make_trainer(tmp_path, token_batches(ACCUMULATION * STEPS), gradient_watch=True)
+    for _ in range(2):
+        trainer.train()
+        assert int(trainer.noise.estimate().measurements) == STEPS
+        assert int(trainer.noise.altered) == by_hand.hooks_of(trainer.model) == 0
+    assert trainer.findings == []
+
+
+class Full(Trainer):
+    """Runs out of memory once, within a window."""
+
+    calls = 0
+
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        self.calls += 1
+        if self.calls == ACCUMULATION + 2:
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+
+def test_a_window_that_ran_out_of_memory_is_forgotten(tmp_path):
+    batches, options = token_batches(ACCUMULATION * STEPS), {"auto_find_batch_size": True}
+    trainer = make_trainer(tmp_path, batches, Full, options)
     trainer.train()
-    assert list(trainer.sizes) == [2, 2, 2, 3, 3, 3, 2, 6, 6, 5]
-    assert trainer.state.max_steps == len(trainer.sizes)
+    assert trainer.calls == ACCUMULATION + 2 + ACCUMULATION * STEPS
+    assert int(trainer.noise.estimate().measurements) == STEPS
+    assert int(trainer.noise.altered) == int(trainer.noise.skipped) == 0
 
 
-@pytest.mark.parametrize("saved", [2, 3, 4, 7, 8])
-def test_a_schedule_resumes_to_the_bit(saved, tmp_path):
-    data = token_batches(17)
-    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = make_trainer(tmp_path, data, options=options, batch_sizes=GROWS)
-    whole.train()
-    again = make_trainer(tmp_path, data, options=options, batch_sizes=GROWS)
-    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved}"))
-    assert history(again) == history(whole)
-    for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+def test_a_last_window_of_one_micro_batch_is_not_measured(tmp_path):
+    trainer = make_trainer(tmp_path, token_batches(ACCUMULATION + 1), options=ONE_EPOCH)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert int(trainer.noise.estimate().measurements) == 1
+
+
+def test_a_planted_fault_is_named_once(tmp_path):
+    trainer = make_trainer(tmp_path, token_batches(ACCUMULATION * STEPS), gradient_watch=True)
+    trainer.model.transformer.h[0].mlp.act = bad = by_hand.BadBackward()
+    bad.broken = True
+    with pytest.warns(UserWarning, match=r"Batch 0, rank 0: the backward pass of .*mlp\.act"):
+        trainer.train()
+    # After the first step the weights are not finite either.
+    assert [(found.kind, found.name) for found in trainer.findings] == [
+        ("gradient", "transformer.h.0.mlp.act")
+    ]
+    assert by_hand.hooks_of(trainer.model) == 0
+
+
+ODD = BatchSizeSchedule([{"from_samples": 0, "batch_size": 5}])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"noise_scale": 1}, "`noise_scale`"),
+        ({"noise_scale": None}, "`noise_scale`"),
+        ({"batch_sizes": [8, 16]}, "`schedule`"),
+        ({"batch_sizes": ODD}, "multiple of 2"),
+        ({"grad_scaler": torch.amp.GradScaler}, "`grad_scaler`"),
+        ({"options": {"gradient_accumulation_steps": 1}}, "two micro-batches"),
+    ],
+)
+def test_refusals(given, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        make_trainer(tmp_path, token_batches(ACCUMULATION), **given).train()
+
+
+def test_a_damaged_state_is_refused(tmp_path):
+    batches, options = token_batches(ACCUMULATION), {**SAVED, "save_steps": 1, "max_steps": 1}
+    make_trainer(tmp_path, batches, options=options).train()
+    (tmp_path / "checkpoint-1" / "steadygrad-state.pt").write_bytes(b"not a checkpoint")
+    trainer = make_trainer(tmp_path, batches, options=options)
+    with pytest.raises(InputError, match=r"Found a file that cannot be read .*Remedy"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

@@ -7,7 +7,7 @@ import torch
 
 from steadygrad import distributed
 from steadygrad._checks import InputError
-from steadygrad.distributed import RankSum, World, gather_json, process_world
+from steadygrad.distributed import RankSum, World, process_world
 
 
 @pytest.fixture
@@ -79,21 +79,3 @@ def test_a_group_that_is_none_is_refused():
         with pytest.raises(InputError, match="process_group"):
             RankSum(wrong)
     assert process_world("all") == process_world(None) == World()
-
-
-def test_values_of_several_lengths_are_gathered(monkeypatch):
-    values, lengths = ["a", {"b": [1, None, "\u00e9"]}, []], []
-
-    def all_gather(rows, row, group):
-        # First the lengths, then the texts, each as long as the longest.
-        texts = [distributed.json.dumps(value).encode() for value in values]
-        for one, text in zip(rows, texts, strict=True):
-            if lengths:
-                one.copy_(torch.tensor([*text.ljust(len(row))], dtype=torch.uint8))
-            else:
-                one.fill_(len(text))
-        lengths.append(len(row))
-
-    monkeypatch.setattr(distributed.dist, "all_gather", all_gather)
-    assert gather_json("a", World(size=3), torch.device("cpu")) == values
-    assert lengths == [1, len(distributed.json.dumps(values[1]))]

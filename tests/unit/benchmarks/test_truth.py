@@ -85,15 +85,6 @@ def test_without_noise_a_replica_is_the_task(world):
     assert ended[1] < 0.9 * begun[1]
 
 
-def test_adams_curve_is_reproducible_and_knows_its_error():
-    curves = [expected_curve(ADAM, scratch(ADAM), 4, ADAM.lr, 200, replicas=500) for _ in range(2)]
-    assert np.array_equal(curves[0].loss, curves[1].loss)
-    finer = expected_curve(ADAM, scratch(ADAM), 4, ADAM.lr, 200, replicas=20000)
-    error = np.hypot(curves[0].error, finer.error)
-    assert np.all(np.abs(curves[0].loss - finer.loss)[1:] < 5 * error[1:])
-    assert finer.error[-1] == pytest.approx(curves[0].error[-1] / 40**0.5, rel=0.2)
-
-
 @pytest.mark.parametrize("world", [QUADRATIC, EDGE], ids=lambda world: world.name)
 def test_the_edge_of_stability_is_where_the_rate_times_the_curvature_is_two(world):
     multiple = 2 / (world.lr * world.curvatures.max())
@@ -133,12 +124,6 @@ def test_a_schedule_of_one_size_is_that_size_and_warming_up_costs():
     for marks in ((), (n // 2, n)):
         found = exact.steps_overhead(QUADRATIC, *steps, n, marks=marks)
         assert found == pytest.approx(0, abs=1e-6)
-
-
-def test_stages_and_warm_up_step_by_step():
-    batches, rates = exact._steps([(0, 2, 1.0), (5, 4, 2.0)], 14, 8)
-    assert batches.tolist() == [2, 2, 2, 4, 4]
-    assert rates.tolist() == [2 / 8, 4 / 8, 6 / 8, 2.0, 2.0]
 
 
 def test_noisy_curves_are_read_by_their_trend():
