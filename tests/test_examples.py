@@ -1,4 +1,7 @@
-"""Every example runs as it stands, from its own folder, and prints what it promises."""
+"""Every example runs as it stands, from its own folder, and prints what it promises.
+
+`make docs` runs the tutorials, which are pages, and fails with them.
+"""
 
 import re
 import subprocess
@@ -11,14 +14,6 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 EXPECTED = {
-    "tutorials/accumulation.py": "(8 x 1): ratio 1, cosine 1. The same gradient",
-    "tutorials/batch_size.py": "noise scale",
-    "tutorials/is_it_real.py": "0.1 times the rate: B is worse",
-    "tutorials/layer_scales.py": "under its own",
-    "tutorials/losses.py": "share asked for",
-    "tutorials/nan_in_float16.py": "attributed to blocks.2",
-    "tutorials/optimizer.py": "standard deviation between seeds",
-    "tutorials/your_model.py": "longest run",
     "advise.py": "status: complete",
     "ab_script.py": "val_loss=0.",
     "ab_loop.py": "kept: --lr 0.01",
@@ -52,7 +47,7 @@ TRAINERS = {
 
 
 def test_every_example_is_listed():
-    found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    found = {path.name for path in EXAMPLES.glob("*.py")}
     assert found == set(EXPECTED) | TRAINERS
 
 
