@@ -18,7 +18,7 @@ from tests.unit.report.conftest import contrast, luminance, made_run
 
 RECORDS = Path(__file__).parents[3] / "docs" / "records"
 CHROMIUM = shutil.which("chromium")
-needs_chromium = pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
 FLAGS = [
     "--headless",
