@@ -79,15 +79,16 @@ def pytest_collection_modifyitems(items):
 
 def spread(cases, count):
     """Cases with as many values of parameters as so few can have; alike in all processes."""
+    values = {item: values_of(item) for item in cases}
     left, kept, seen = sorted(cases, key=lambda item: crc32(item.nodeid.encode())), set(), set()
     for _ in range(min(count, len(cases))):
-        best = max(left, key=lambda item: len(values(item) - seen))
+        best = max(left, key=lambda item: len(values[item] - seen))
         left.remove(best)
         kept.add(best)
-        seen |= values(best)
+        seen |= values[best]
     return kept
 
 
-def values(item):
+def values_of(item):
     """The parameters of a case, as something that can be in a set."""
     return {(name, repr(value)) for name, value in item.callspec.params.items()}

@@ -86,8 +86,8 @@ def sources(spec: str) -> list[Path]:
 def _imported(folder: Path) -> set[Path]:
     found = set()
     for name, module in list(sys.modules.items()):
-        place = folder.joinpath(*name.split("."))
-        files = [f"{place}.py", str(place / "__init__.py")]
+        place = os.path.join(folder, name.replace(".", os.sep))
+        files = [f"{place}.py", f"{place}{os.sep}__init__.py"]
         if isinstance(module, ModuleType) and vars(module).get("__file__") in files:
             found.add(Path(module.__file__ or ""))
     return found

@@ -15,6 +15,13 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def speed_in_a_moment(monkeypatch):
+    """Studies begin by measuring the speed of their task, which decides little here."""
+    monkeypatch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+    monkeypatch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """The folder of one complete run of the hand-made plan, for tests that only read it."""

@@ -130,6 +130,7 @@ def test_a_change_that_is_named_twice_has_the_same_seeds_twice(tmp_path):
     assert values(found) == [[10, 11, 12], [0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.slow
 def test_functions_from_files_give_the_same_in_workers(tmp_path):
     specs = [f"{functions.__file__}:{name}" for name in ("a", "b")]
     here = study(tmp_path / "here", a, b)
@@ -314,7 +315,7 @@ def test_half_a_quotation_in_a_record_is_refused(tmp_path, capsys):
     assert "No closing quotation" in capsys.readouterr().err
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_study_leaves_no_command_and_goes_on_to_the_same_runs(number, workers, tmp_path):
