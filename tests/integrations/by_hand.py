@@ -109,11 +109,11 @@ def found_on_rank(noise):
     }
 
 
-def assert_measured_on_ranks(found, kind, expected, rel=1e-3):
+def assert_measured_on_ranks(found, kind, expected):
     """All processes have the same noise scale, that of one loop by hand."""
     assert {(row["kind"], row["altered"]) for row in found} == {(kind, 0)}
     assert len({row["value"] for row in found}) == 1
-    assert found[0]["value"] == pytest.approx(expected.value, rel=rel)
+    assert found[0]["value"] == pytest.approx(expected.value, rel=1e-3)
 
 
 class BadBackward(torch.nn.Module):

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader
 
 from steadygrad import NoiseScale
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.windows import windows
-from steadygrad.noise import BatchSizeSchedule
 from steadygrad.optim import LANS
 from tests.distributed.ranks import on_ranks
 from tests.integrations import by_hand
@@ -104,19 +102,3 @@ def test_two_processes_measure_what_one_loop_by_hand_does(tmp_path):
     batches = token_batches(RANKS * ACCUMULATION * STEPS)
     _, expected = train_by_hand(batches, RANKS * ACCUMULATION, by_hand.adamw)
     by_hand.assert_measured_on_ranks(found, "ddp", expected)
-
-
-def test_windows_of_a_schedule_are_those_that_accelerate_makes():
-    stages = [{"from_samples": 0, "batch_size": 4}, {"from_samples": 10, "batch_size": 8}]
-    done = Run(token_batches(24))
-    walk, sizes, micro = windows(BatchSizeSchedule(stages), ROWS), [], 0
-    accelerator, model = done.accelerator, done.names["model"]
-    accelerator.gradient_accumulation_steps = next(walk).factor
-    for batch in done.names["loader"]:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
-            micro += 1
-            if accelerator.sync_gradients:
-                sizes, micro = [*sizes, micro], 0
-                accelerator.gradient_accumulation_steps = next(walk).factor
-    assert sizes == [2, 2, 2, 2, 4, 4, 4, 4]

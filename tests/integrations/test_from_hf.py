@@ -81,13 +81,6 @@ def test_losses_are_those_of_the_model(kind, rows, collator):
     assert mean_loss(task, model) > 0
 
 
-def test_formats_of_a_data_set_have_the_same_batches():
-    rows = datasets.Dataset.from_list(ROWS)
-    for kind in (rows, rows.with_format("torch")):
-        batch = made(kind).train.batch(torch.tensor([3, 1]))
-        assert batch["input_ids"].tolist() == [LONG[3], LONG[1]]
-
-
 def test_a_sample_without_labels_has_no_loss_and_no_gradient():
     model, ids = model_of("GPT2LMHeadModel"), [1, 2, 3]
     rows = [{"input_ids": ids, "labels": [1, -100, -100]}, {"input_ids": ids, "labels": [5, 2, 3]}]

@@ -29,29 +29,6 @@ def test_good_values_come_back():
     assert issubclass(InputError, ValueError)
 
 
-# How one message of each check reads, whole.
-MESSAGES = {
-    "Parameter `x` should be of type int. Found '3', of type str. Remedy: a whole number.": (
-        check_type, ("x", "3", int, "a whole number"), {},
-    ),
-    "Parameter `x` should be a finite number in [0, 1). Found `x = 1`. Remedy: less than 1.": (
-        check_number, ("x", 1), {"low": 0, "high": 1, "high_open": True},
-    ),
-    "Parameter `n` should be an integer of at least 1. Found `n = 0`. Remedy: split it.": (
-        check_count, ("n", 0), {"remedy": "split it"},
-    ),
-    "Parameter `c` should be one of 'a', 'b'. Found `c = 'zzz'`. Remedy: one of these.": (
-        check_choice, ("c", "zzz", ("a", "b")), {},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_what_a_message_says(message):
-    check, arguments, options = MESSAGES[message]
-    assert refused(check, *arguments, **options) == message
-
-
 @pytest.mark.parametrize(
     ("value", "bounds", "interval", "remedy"),
     [
@@ -98,11 +75,6 @@ def test_a_message_is_one_short_line(check, value):
     message = refused(check, "x", value)
     assert "\n" not in message
     assert 80 < len(message) < 250
-
-
-def test_a_near_choice_is_suggested():
-    message = refused(check_choice, "mode", "papr", ("paper", "alternative"))
-    assert message.endswith("'paper'?")
 
 
 def errors_without_remedy(source):

@@ -55,16 +55,6 @@ def alike(products):
     return products.new_ones(3)
 
 
-def test_no_option_can_be_changed():
-    """Least of all by a module, which torch would register beside it."""
-    balancer = LossBalancer(WEIGHTS, combine=Aggregator(alike))
-    before = list(balancer._modules)
-    for name in [*vars(balancer.options), "weights", "combine", "aggregator", "process_group"]:
-        with pytest.raises(InputError, match=f"`{name}`"):
-            setattr(balancer, name, nn.Linear(1, 1))
-    assert list(balancer._modules) == before
-
-
 def make_used(**options):
     """A balancer in the midst of an accumulation, and all that a call may change."""
     balancer = LossBalancer({**WEIGHTS, "watched": 0.0}, accumulation_steps=2, **options)
@@ -108,13 +98,6 @@ def test_backward(wrong):
     assert_same_state(state_of(balancer), before)
 
 
-@pytest.mark.parametrize("wrong", ["no gradient", "other batch"])
-def test_fork(wrong):
-    make, match = CALLED[wrong]
-    with pytest.raises(InputError, match=match):
-        LossBalancer(WEIGHTS).fork(make(draw(4, 7).requires_grad_() * 1)[1])
-
-
 def test_a_batch_independent_norm_needs_one_number_of_items():
     y = [draw(4, 7).requires_grad_(), draw(2, 7).requires_grad_()]
     losses = lambda ys: {"a": ys["a"][0].sum() + ys["a"][1].sum()}
@@ -124,16 +107,6 @@ def test_a_batch_independent_norm_needs_one_number_of_items():
     # The whole batch's norm does not ask for the number of items.
     go_back(LossBalancer(**whole), y, losses)
     assert y[1].grad.norm().item() == pytest.approx((14 / 42) ** 0.5)
-
-
-@pytest.mark.parametrize(
-    ("grad_scale", "match"),
-    [(torch.ones(2), "invalid for input of size 2"), (-1.0, "grad_scale"), (object(), "scale")],
-    ids=["two", "negative", "object"],
-)
-def test_a_fork_refuses_a_loss_scale_at_once(grad_scale, match):
-    with pytest.raises((InputError, RuntimeError, AttributeError), match=match):
-        LossBalancer(WEIGHTS).fork(draw(4, 7).requires_grad_(), grad_scale=grad_scale)
 
 
 @pytest.mark.parametrize(

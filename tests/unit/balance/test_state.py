@@ -87,15 +87,6 @@ def test_weights_change_while_training():
     assert twin.weights == {"l1": 1.0, "l2": 0.0, "adv": 5.0}
 
 
-@pytest.mark.parametrize("name", ["forward", "a/b", "", "é b"])
-def test_a_loss_may_have_any_name_without_a_dot(name):
-    balancer, twin = LossBalancer({name: 2.0}), LossBalancer({name: 2.0})
-    gradient_handed_on(balancer, lambda ys: {name: ys[name].sum()}, draw(4, 7))
-    twin.load_state_dict(balancer.state_dict())
-    assert torch.equal(averages_of(twin), averages_of(balancer))
-    assert f"state.loss_{name}" in balancer.state_dict()
-
-
 def test_a_loss_that_is_added_starts_afresh_and_one_that_is_gone_is_forgotten():
     """Loading inside of a model is as strict as torch is told."""
     old = make_used()

@@ -66,20 +66,6 @@ def test_state_goes_on():
     assert follow(second, *[large] * 3) == follow(first, *[large] * 3) == [2, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("act", "name"),
-    [
-        (lambda: BatchSizeController(8).load_state_dict({}), "count"),
-        (lambda: BatchSizeController(8, min_count=4, max_count=2), "max_count"),
-        (lambda: BatchSizeController(8, count=3, max_count=2), "count"),
-        (lambda: BatchSizeController(8).update(500.0), "estimate"),
-    ],
-)
-def test_bad_arguments(act, name):
-    with pytest.raises(InputError, match=f"`{name}`"):
-        act()
-
-
 STAGES = [
     {"from_samples": 0, "batch_size": 16, "lr": 1e-3},
     {"from_samples": 4000, "batch_size": 32, "lr": None},

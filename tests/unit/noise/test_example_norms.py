@@ -94,14 +94,6 @@ def test_layer(layer, shape, times):
     assert_measures(Called(layer, times).double(), x)
 
 
-def test_embedding_of_a_huge_table_forms_no_table():
-    """2**40 rows would not fit anywhere; int32 indices are looked up too."""
-    indices, grads = torch.tensor([[0, 5, 5]], dtype=torch.int32), torch.ones(1, 3, 2)
-    norms = f.embedding_sq_norms(nn.Embedding(2**40, 2, device="meta"), indices, grads)
-    # Row 0 receives (1, 1), row 5 receives (2, 2).
-    torch.testing.assert_close(norms, torch.tensor([10.0]), rtol=0, atol=0)
-
-
 def test_rms_norm_default_eps_is_the_inputs_own():
     """Tiny float32 inputs show which eps was added: float32's, although sums may be wider."""
     layer = nn.RMSNorm(4)

@@ -170,15 +170,6 @@ def test_interval_covers_in_95_of_100(scheme, ratio, steps):
     assert ratio < 64 or got.resolved.double().mean() < 0.5  # hopeless data
 
 
-@SLOW
-def test_decaying_weights_cover_as_the_level_says():
-    weights = 0.97 ** torch.arange(200, dtype=torch.float64)
-    got, share = replicates("equal", 1, 200, seed=11, weights=weights, level=0.8)
-    # Three standard errors of a share of 80 % in 2,000 are 2.7 points.
-    assert share == pytest.approx(0.8, abs=0.027)
-    assert got.effective.median().item() == pytest.approx((1 + 0.97) / (1 - 0.97), rel=0.05)
-
-
 def autoregressive(phi, replicates, steps, seed=0):
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(replicates, steps, generator=generator, dtype=torch.float64)

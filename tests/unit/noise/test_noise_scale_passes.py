@@ -104,21 +104,6 @@ def test_reentrant_checkpoints_belong_to_the_pass_around_them(head):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_gradients_that_autograd_hands_out_are_no_micro_batch(run):
-    """An adaptive weight, as of VQGAN: the gradient of the last layer is asked for."""
-    model, x, y = make()
-
-    def asks(a, b):
-        loss = losses(model, a, b).mean() / 2
-        torch.autograd.grad(loss, [*model.parameters()][-1], retain_graph=True)
-        loss.backward()
-
-    pairs = zip(x.split(5), y.split(5), strict=True)
-    asking = measured(run, model, [partial(asks, *pair) for pair in pairs], [5, 5])
-    assert torch.equal(asking, measured(run, model, backwards_of(model, x, y), [5, 5]))
-
-
-@pytest.mark.parametrize("run", RUNS)
 def test_a_micro_batch_without_samples_is_no_part(run):
     model, x, y = make()
     first, second = backwards_of(model, x, y)
@@ -174,19 +159,6 @@ def test_a_weight_on_the_device_equals_the_number():
         (losses(model, x[:5], y[:5]).mean() * weight).backward()
     noise.step()
     assert left_out(noise) == (1, 0)
-
-
-@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph")
-def test_gradients_of_gradients_leave_no_graph_behind():
-    model, x, y = make()
-    noise = NoiseScale(model, samples=5)
-    for a, b in zip(x.split(5), y.split(5), strict=True):
-        (losses(model, a, b).mean() / 2).backward(create_graph=True)
-    noise.step()
-    assert left_out(noise) == (0, 0)
-    assert not found(noise).requires_grad
-    for p in model.parameters():
-        p.grad = None  # or the graph refers to itself
 
 
 def test_large_gradients_are_not_held_and_yet_compared():

@@ -157,48 +157,6 @@ def test_two_losses_of_the_same_examples_in_one_recording(forward_first: bool):
     assert_same(twice(), {name: 4 * value for name, value in expected.items()})
 
 
-# torch warns of a checkpoint that has nothing to differentiate.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("mode", ["", "non-reentrant", "reentrant"])
-def test_only_layers_in_use_several_times_hold_matrices(mode: str):
-    """Neither recomputation, nor passes that nobody measured, make a layer look reused."""
-    model, batch = Tiny(mode=mode), rows_of(5)
-    taps = ExampleNorms(model)
-
-    def held() -> set[str]:
-        loss = loss_of(model, batch)
-        with taps.recording(BATCH):
-            loss.backward()
-            return {name for name, each in taps._held.items() if each.dim() > 2}
-
-    for _ in range(2):
-        loss_of(model, batch).backward()
-        assert held() == set()
-        with torch.inference_mode():
-            model.eval()(batch)
-        model.train()
-    # A call without gradients may be checkpointing's: it counts, for one recording.
-    with torch.no_grad():
-        model.head(torch.zeros(BATCH, 1, WIDTH))
-    assert [held(), held()] == [{"head.weight"}, set()]
-
-
-def test_what_is_compared_is_one_gradient_not_one_for_each_example(monkeypatch):
-    """Where the norms need no gradient: of an embedding of a whole vocabulary it would be huge."""
-    model, sizes, bmm = nn.Linear(40, 40), [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *x: sizes.append(bmm(*x).numel()) or bmm(*x))
-    measured(ExampleNorms(model), model, torch.randn(BATCH, 2, 40))
-    assert max(sizes) == 40 * 40
-
-
-def test_empty_batch():
-    model = Tiny()
-    taps = ExampleNorms(model)
-    found = measured(taps, model, rows_of(14, batch=0))
-    assert found.keys() == set(taps.parameter_names)
-    assert all(value == 0 for value in found.values())
-
-
 # Among autograd's other features
 
 

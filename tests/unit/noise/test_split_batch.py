@@ -164,21 +164,6 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("mode", "papper"),
-        ("negative", "x"),
-        ("batch_size_ratio", 0.5),
-        ("gradient_norm_clip", 0.0),
-        ("level", 1.0),
-    ],
-)
-def test_bad_arguments(name, value):
-    with pytest.raises(InputError, match=f"`{name}`"):
-        SplitBatchNoiseScale(**{name: value})
-
-
-@pytest.mark.parametrize(
     ("loss", "tensors", "name"),
     [
         (lambda w: w.sum(), lambda w: w, "per_sample_loss"),

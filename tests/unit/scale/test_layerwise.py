@@ -273,9 +273,7 @@ DAMAGED = [
     (None, "layers", {}),
     (None, "steps", -3),
     (None, "skipped", 2**70),
-    (None, "skipped", "3"),
     ("b", "scale", -1.0),
-    ("b", "scale", float("nan")),
     ("b", "scale", 2.0**127),  # without a reciprocal
     ("b", "growth_tracker", -1),
     ("b", "growth_tracker", 2**31),

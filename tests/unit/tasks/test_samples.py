@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections import UserDict, namedtuple
 from dataclasses import fields
 from itertools import cycle, repeat
@@ -92,13 +91,6 @@ def test_to_device_follows_the_models_device():
     assert text == "text"
 
 
-def test_to_device_of_models_without_floats_and_without_parameters():
-    model = nn.Module()
-    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    assert to_device(ROWS, model).dtype == torch.float32
-    assert to_device(ROWS, nn.Identity()) is ROWS
-
-
 # In order, by workers
 
 ORDER = [torch.tensor(numbers) for numbers in ([3, 1], [2], [19, 0, 7], [5, 5], [11])]
@@ -116,13 +108,6 @@ def says_its_process(indices):
 def breaks(indices):
     if 7 in indices:
         raise KeyError("seven\nand more")
-    return indices
-
-
-def dies(indices):
-    """Its worker is killed, as when memory runs out."""
-    if 7 in indices:
-        os.kill(os.getpid(), signal.SIGKILL)
     return indices
 
 
@@ -157,22 +142,6 @@ def test_an_error_in_a_worker_is_one_line():
     with pytest.raises(TaskError, match=r"loader_workers.*KeyError") as caught:
         next(made)
     assert "\n" not in str(caught.value)
-
-
-def test_workers_are_checked():
-    with pytest.raises(InputError, match="`workers`"):
-        next(batches(TensorSamples(ROWS), ORDER, CPU, -1))
-
-
-@pytest.mark.slow  # torch looks after its workers every five seconds
-def test_a_killed_worker_is_one_line_where_the_next_batch_is_asked_for():
-    # A loader of the task's own has left torch's handler of signals.
-    list(DataLoader(ROWS, num_workers=1))
-    made = batches(made_by(dies), ORDER, CPU, 1)
-    next(made)
-    time.sleep(1)
-    with pytest.raises(TaskError, match="loader_workers"):
-        list(made)
 
 
 # Of data loaders

@@ -1,7 +1,5 @@
 """Passes of unusual form: code between modules, checkpointing, ties, odd outputs and types."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -292,13 +290,3 @@ def test_compiled(fault, compiled):
         step(model, loss)
         found = watch.report()
         assert (found.kind, found.name, found.batch) == (kind, outside, batch)
-
-
-def test_closed_watch_leaves_nothing_on_what_was_compiled_in_place():
-    model, _ = make("residual")
-    compiled_in_place(*model.blocks)
-    before = [block._compiled_call_impl for block in model.blocks]
-    with watching(model):
-        assert model.blocks[1]._compiled_call_impl is not before[1]
-        copy.deepcopy(model)
-    assert [block._compiled_call_impl for block in model.blocks] == before
