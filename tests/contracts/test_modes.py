@@ -136,21 +136,6 @@ def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach)
 
 
 @every_optimizer
-def test_small_tensors_are_worked_on_together(entry):
-    """Also where all have one shape, and so none is larger than the others."""
-    counts = {}
-    for foreach in (True, False):
-        params = [torch.ones(64, 64, requires_grad=True) for _ in range(50)]
-        optimizer = entry(params, foreach=foreach)
-        give_gradients(params, 0, none=False)
-        with Watch() as watch:
-            optimizer.step()
-        counts[foreach] = len(watch.names)
-    # Codes are made of one tensor at a time.
-    assert counts[True] < (0.8 if entry.coded else 0.35) * counts[False]
-
-
-@every_optimizer
 def test_fused_falls_back_with_one_warning(entry, monkeypatch):
     monkeypatch.setattr(loops, "why_none", lambda device: "numba is not installed")
     monkeypatch.setattr(loops, "_WARNED", set())
@@ -163,3 +148,21 @@ def test_fused_falls_back_with_one_warning(entry, monkeypatch):
     run(entry(plain, foreach=True), plain, range(5))
     assert_same(fused, plain)
     assert_same(default, plain)
+
+
+@pytest.mark.few(4)
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_elements_than_32_bits_count(entry, dtype):
+    """On tensors without memory: every operation takes them, none goes to 32-bit BLAS."""
+    size = 2**31 + 8
+    p = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+    optimizer = entry([p], foreach=True)
+    for _ in range(5):
+        p.grad = torch.empty(size, dtype=dtype, device="meta")
+        with Watch() as watch, PeakMemory() as memory:
+            optimizer.step()
+    assert all(optimizer.state[p][name].shape == (size,) for name in entry.large)
+    assert "_foreach_norm" in watch.large
+    assert not watch.large & {"dot", "vdot", "mv", "mm", "addmm"}
+    assert size <= memory.peak <= 2 * 4 * size + 2**16

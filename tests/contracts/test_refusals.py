@@ -1,7 +1,6 @@
 """What cannot be used is refused by its name, from whichever source, and nothing changes."""
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -86,13 +85,6 @@ def test_a_misspelt_option_of_a_group_is_refused(entry, option):
         entry([{"params": parameters(), option: 2.0}])
     # What schedules and users put there is none of the optimizer's business.
     entry([{"params": parameters(), "initial_lr": 0.1, "name": "a", "lr_scale": 3}])
-
-
-@every_optimizer
-def test_the_signature_is_the_list_of_options(entry):
-    signature = inspect.signature(entry.make).parameters.values()
-    given = {p.name: p.default for p in signature if p.name != "params"}
-    assert entry.make(parameters()).defaults == given
 
 
 @every_optimizer

@@ -1,4 +1,4 @@
-"""Saving, loading, copies, masters and names, for every optimizer of the table."""
+"""Saving, loading, masters, names and exchanged groups, for every optimizer of the table."""
 
 import copy
 import io
@@ -144,21 +144,6 @@ def test_names_are_kept_and_saved_and_may_come_and_go(entry, is_named):
 
 
 @every_optimizer
-def test_a_copy_goes_its_own_way(entry):
-    params, rate, seen = parameters(), torch.tensor(0.02), []
-    optimizer = entry(params, lr=rate)
-    optimizer.register_step_post_hook(lambda *args: seen.append("post"))
-    run(optimizer, params, range(3))
-    twin = copy.deepcopy(optimizer)
-    copies = twin.param_groups[0]["params"]
-    assert_go_on_alike(optimizer, params, twin, copies, range(3, 8))
-    # As in torch: hooks are not copied.
-    assert len(seen) == 8
-    twin.param_groups[0]["lr"].fill_(0.0)
-    assert rate == torch.tensor(0.02)
-
-
-@every_optimizer
 def test_hooks_around_saving_and_loading(entry):
     params, others, seen = parameters(), parameters(), []
     optimizer, other = entry(params), entry(others)
@@ -208,3 +193,22 @@ def test_masters_follow_written_weights_and_survive_a_swap(entry, dtype):
     twin.state[twins[0]]["master_weight"][0, 0] = 7.0
     assert_go_on_alike(optimizer, params, twin, twins, [3])
     assert float(params[0].detach()[0, 0]) == pytest.approx(7.0, rel=0.2)
+
+
+@every_optimizer_and_mode
+def test_what_a_wrapper_exchanges_is_noticed(entry):
+    """Parameters, as Accelerate prepares a model for `fully_shard`, and a group as a whole."""
+    params, others = parameters(), parameters()
+    optimizer, twin = entry(parameters()), entry(others)
+    optimizer.param_groups[0]["params"] = [torch.empty(1) for _ in params]
+    assert optimizer.skipped == 0
+    optimizer.param_groups[0]["params"] = params
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, range(3))
+    run(twin, others, range(3))
+    assert {*optimizer.state} == {*params}
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+    twin.param_groups[0]["lr"] = 0.5
+    run(optimizer, params, range(3, 6))
+    run(twin, others, range(3, 6))
+    assert_same(snapshot(optimizer, params), snapshot(twin, others))

@@ -6,7 +6,6 @@ from torch.optim import lr_scheduler
 
 from tests.contracts.problems import (
     DTYPES,
-    assert_rounded_alike,
     assert_same,
     every_type,
     give_gradients,
@@ -155,23 +154,6 @@ def test_none_gradients_mean_what_the_entry_says(entry):
     params[0].grad = None
     optimizer.step()
     assert (not torch.equal(before, params[0])) == entry.none_moves
-
-
-@every_optimizer_and_mode
-# Blocks of codes lie within rows, so loops take contiguous ones only.
-@pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
-def test_layouts_other_than_contiguous(entry):
-    draw = torch.Generator().manual_seed(0)
-    plain = [torch.randn(2, 3, 4, 5, generator=draw), torch.randn(6, 4, generator=draw)]
-    odd = [plain[0].to(memory_format=torch.channels_last), plain[1].t().contiguous().t()]
-    plain = [p.clone().requires_grad_() for p in plain]
-    odd = [p.clone(memory_format=torch.preserve_format).requires_grad_() for p in odd]
-    ours, theirs = entry(plain), entry(odd)
-    run(ours, plain, range(6), none=False)
-    run(theirs, odd, range(6), none=False)
-    # Sums in another order.
-    assert_rounded_alike(ours, theirs)
-    assert not odd[0].is_contiguous()
 
 
 @every_optimizer_and_mode

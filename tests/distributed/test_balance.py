@@ -265,14 +265,10 @@ def other_options(rank, call):
     """
     options = {
         "total_norm": 2.0,
-        "ema_decay": 0.5,
         "accumulation_steps": 2,
-        "eps": 1e-3,
         "lag": True,
-        "balance_grads": False,
         "monitor": True,
         "per_batch_item": False,
-        "batch_independent": True,
         "combine": Halves(),
     }
     weights = [{"a": 1.0, "c": 2.0}, {"a": 1.0}, dict(reversed(PAIR.items()))]

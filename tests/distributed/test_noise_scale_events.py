@@ -112,28 +112,10 @@ def one_rank_is_empty(rank, world):
     return [empty(wrap(make_model()), rank) for wrap in (DistributedDataParallel, shard)]
 
 
-def one_rank_repeats(rank, world):
-    """The first rank goes through one forward pass twice, from the second step on."""
-    model = DistributedDataParallel(make_model())
-    noise = NoiseScale(model, samples=MICRO)
-    for step in range(3):
-        for micro in range(2):
-            loss = loss_of(model, *sample(step, micro, rank)) / 2
-            if step and not rank:
-                torch.autograd.backward(loss / 2, retain_graph=True)
-                loss = loss / 2
-            loss.backward()
-        noise.step()
-        model.zero_grad()
-    return noise.skipped.item()
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each rank found, by function."""
-    functions = [
-        wrapped, one_rank_forgets, refusals, spoiled, one_rank_is_empty, one_rank_repeats
-    ]  # fmt: skip
+    functions = [wrapped, one_rank_forgets, refusals, spoiled, one_rank_is_empty]
     return in_turn(2, functions, tmp_path_factory.mktemp("events"))
 
 
@@ -162,7 +144,6 @@ def test_what_cannot_work_is_refused(results):
 def test_what_one_rank_notices_all_of_them_say(results):
     # Measured, and left out.
     assert results["spoiled"] == [[1, 1]] * 2
-    assert results["one_rank_repeats"] == [2] * 2
 
 
 def test_a_rank_without_samples_counts_for_nothing(results):

@@ -12,6 +12,7 @@ norm near its bound, is then allowed what those differences make of it, and noth
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +26,6 @@ from tests.reference.lamb import Lamb
 from tests.reference.lans import Lans
 from tests.reference.scaled_adam import Clipper
 from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
-
-__all__ = ["Snapshot", "StepOracle", "assert_kept", "everything"]
 
 # A parameter's weight and states by name, or a group's shared states.
 Numbers = dict[str, Any]
@@ -57,10 +56,6 @@ class Moves(NamedTuple):
 
     numbers: np.random.Generator
     side: int
-
-    @classmethod
-    def of(cls, number: int) -> "Moves":
-        return cls(np.random.default_rng(number), 1 if number % 2 else -1)
 
 
 class StepOracle:
@@ -106,7 +101,7 @@ class StepOracle:
             [_arithmetic(optimizer, p, group) for p in group["params"]]
             for group in optimizer.param_groups
         ]
-        expected, moved = self._step(None), []
+        expected = self._step(None)
         for g, group in enumerate(found):
             for i, own in enumerate(group):
                 unjudged = expected[g][i].get("unjudged", ())
@@ -115,7 +110,7 @@ class StepOracle:
                     if name in unjudged or name.endswith(KEPT):
                         continue
                     if f"{name}_codes" in own:
-                        moved = self._check_codes(found, expected, moved, g, i, name)
+                        self._check_codes(found, expected, g, i, name)
                         continue
                     limits = own.get("narrow") if name == "weight" else None
                     dtype, exact = self._dtypes[g][i], expected[g][i][name]
@@ -125,25 +120,21 @@ class StepOracle:
                     known = self._before[g][i]["weight"] if name == "weight" else np.zeros(1)
                     if _is_close(values, exact, [], dtype, limits, known):
                         continue
-                    if not moved:
-                        moved = [self._step(Moves.of(number)) for number in range(COPIES)]
-                    others = [copy[g][i][name] for copy in moved]
+                    others = [copy[g][i][name] for copy in self._copies]
                     assert _is_close(values, exact, others, dtype, limits, known), (
                         f"group {g}, parameter {i}, {name}, {dtype}: off by "
                         f"{np.abs(values - exact).max():.3g} of {np.abs(exact).max():.3g}; moved "
                         f"inputs give {max(np.abs(x - exact).max() for x in others):.3g}"
                     )
 
-    def _check_codes(
-        self, found: Snapshot, expected: Snapshot, moved: list[Snapshot], g: int, i: int, name: str
-    ) -> list[Snapshot]:
+    def _check_codes(self, found: Snapshot, expected: Snapshot, g: int, i: int, name: str) -> None:
         """Compares codes with those that the number has by the same random bits."""
         own, before, exact = found[g][i], self._before[g][i], expected[g][i]
         rounded, kept = (own[f"{name}_{what}"] for what in KEPT[:2])
         if self._gradients[g][i] is None:
             for what in KEPT[:2]:
                 assert np.array_equal(own[f"{name}_{what}"], before[f"{name}_{what}"])
-            return moved
+            return
         # Parameters without elements have no place.
         places = [bool(row["weight"].size) for group in found for row in group]
         place = sum(places[: sum(map(len, found[:g])) + i])
@@ -154,8 +145,8 @@ class StepOracle:
         given = code, place, int(before["step"])
         wrong, near = codes.are_wrong(rounded, kept, exact[name], errors, *given)
         if wrong.any():
-            moved = moved or [self._step(Moves.of(number)) for number in range(COPIES)]
-            errors += MARGIN * np.max([np.abs(x[g][i][name] - exact[name]) for x in moved], axis=0)
+            others = [np.abs(x[g][i][name] - exact[name]) for x in self._copies]
+            errors += MARGIN * np.max(others, axis=0)
             wrong, near = codes.are_wrong(rounded, kept, exact[name], errors, *given)
         self.codes += wrong.size
         self.near += int(near.sum())
@@ -163,7 +154,6 @@ class StepOracle:
             f"group {g}, parameter {i}, codes of {name}: {wrong.sum()} of {wrong.size} wrong, "
             f"first {rounded[wrong][0]} for {exact[name][wrong][0]} +- {errors[wrong][0]}"
         )
-        return moved
 
     def _sizes_overflow(self, optimizer: Optimizer) -> bool:
         """Whether a size cannot be learned: its gradient's square is past the state's type."""
@@ -179,6 +169,11 @@ class StepOracle:
                     if squares >= state["most"]:
                         return True
         return False
+
+    @cached_property
+    def _copies(self) -> list[Snapshot]:
+        """States after steps of moved inputs."""
+        return [self._step(Moves(np.random.default_rng(i), 2 * (i % 2) - 1)) for i in range(COPIES)]
 
     def _step(self, draw: Moves | None) -> Snapshot:
         """The state after the step; of moved inputs if there is a generator."""

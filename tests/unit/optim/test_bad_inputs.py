@@ -72,18 +72,6 @@ def test_options_edited_to_what_cannot_be(kind, options):
     assert_goes_on(params, optimizer)
 
 
-def test_options_edited_in_place():
-    params, optimizer = trained(LANS, {})
-    group, rate = optimizer.param_groups[0], torch.tensor(0.01)
-    group.update(betas=[0.9, 0.99], lr=rate)
-    optimizer.step()
-    group["betas"][1] = 2.0
-    assert_refused(params, optimizer, "betas")
-    group["betas"][1] = 0.99
-    rate.fill_(torch.nan)
-    assert_refused(params, optimizer, "lr")
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "option", "value"),
     [(LANS, LAMB, "adapt", False), (LAMB, LANS, "clip_value", 0.1)],
@@ -129,25 +117,6 @@ def test_numpy_rates_are_saved_as_plain_numbers():
     saved = LANS([nn.Parameter(torch.ones(3))], lr=np.float64(0.1)).state_dict()
     assert type(saved["param_groups"][0]["lr"]) is float
     assert saved["param_groups"][0]["lr"] == 0.1
-
-
-@each_mode
-def test_a_count_whose_memory_was_exchanged(mode):
-    params, optimizer = trained(LANS, mode)
-    optimizer.state[params[1]]["step"].data = torch.tensor(7.0)
-    optimizer.step()
-    assert optimizer.state[params[1]]["step"] == 8
-    assert optimizer.state[params[0]]["step"] == 3
-
-
-def test_parameters_that_no_step_can_write_to():
-    optimizer = LANS([nn.Parameter(torch.zeros(1).expand(1, 1))])  # one element is no overlap
-    for wrong in (torch.zeros(2, 1).expand(2, 5), torch.zeros(4).to(torch.float8_e4m3fn)):
-        with pytest.raises(InputError, match="parameters"):
-            LANS([nn.Parameter(wrong)])
-        with pytest.raises(InputError, match="parameters"):
-            optimizer.add_param_group({"params": [nn.Parameter(wrong)]})
-    assert len(optimizer.param_groups) == 1
 
 
 # What is exchanged, for what, and the piece of the message.
@@ -198,19 +167,6 @@ def test_freed_memory_is_no_zero_to_kernels(what):
     assert_data_refused(LANS, MODES["fused"], what, freed, "memory")
 
 
-@each_mode
-def test_a_state_on_another_device(mode):
-    """As a model's that was moved after its optimizer was built."""
-    params, optimizer = trained(LANS, mode)
-    state, weight = optimizer.state[params[1]], params[0].detach().clone()
-    kept, state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg_sq"].to("meta")
-    with pytest.raises(InputError, match="device"):
-        optimizer.step()
-    assert torch.equal(params[0], weight)
-    state["exp_avg_sq"] = kept
-    assert_goes_on(params, optimizer)
-
-
 def test_an_empty_parameter_that_gets_elements_is_refused():
     """Its state has none; else it would never be stepped, and nobody told."""
     full, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
@@ -221,15 +177,6 @@ def test_an_empty_parameter_that_gets_elements_is_refused():
     empty.data = torch.ones(4)
     fill([full, empty])
     assert_refused([full], optimizer, "shape and device of their state")
-
-
-@each_mode
-def test_states_stay_the_tensors_that_they_were(mode):
-    params, optimizer = trained(ScaledAdam, mode)
-    held = dict(optimizer.state[params[0]])
-    optimizer.step()
-    assert held["step"] == 3
-    assert all(value is held[name] for name, value in optimizer.state[params[0]].items())
 
 
 @covering(mode=MODES, dtype=[torch.float32, torch.bfloat16])
@@ -244,22 +191,6 @@ def test_autograd_is_told_of_the_parameters_that_moved_alone(mode, dtype):
         loss.backward()
         with pytest.raises(RuntimeError, match="inplace"):
             graph.backward()
-
-
-@pytest.mark.filterwarnings("error:Expected finite gradients")
-@pytest.mark.parametrize("limit", [2, 0])
-def test_no_warning_of_skips_before_a_resume_nor_without_a_limit(limit):
-    params, optimizer = trained(LANS, {})
-    optimizer.warn_after_skips = limit
-    state = optimizer.state_dict()
-    state["state"][0]["skipped"].fill_(500)
-    optimizer.load_state_dict(state)
-    for bad in (True, False, True) if limit else (True, True, True):
-        fill(params)
-        if bad:
-            params[0].grad.fill_(torch.nan)
-        optimizer.step()
-    assert optimizer.skipped == 502 + (not limit)
 
 
 @pytest.mark.parametrize(

@@ -105,18 +105,6 @@ def test_no_codes_make_a_step_longer_than_float32s_longest(mode, betas):
     assert most * 0.999 < p.abs().max() <= most * (1 + 1e-5)
 
 
-def test_a_report_changes_no_state():
-    p = torch.randn(20, BLOCK, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    optimizer, p.grad = LANS([p]), p.detach() + 1
-    optimizer.step()
-    optimizer.param_groups[0]["state_dtype"] = "8bit"
-    before = {name: tensor.dtype for name, tensor in optimizer.state[p].items()}
-    optimizer.diagnostics()
-    assert {name: tensor.dtype for name, tensor in optimizer.state[p].items()} == before
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].dtype is torch.uint8
-
-
 # Rows of a part of a block, of one, of some, and of more than one.
 SHAPES = [(200, 32), (130, 33), (20, 255), (300, 256), (257, 257), (30, 5000), (2, 50, 64)]
 
@@ -150,22 +138,6 @@ def test_the_same_bits_by_any_number_of_threads_and_both_paths(make):
         torch.set_num_threads(before)
     for p, q in zip(first, weights, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@both
-@pytest.mark.parametrize("row", [33, 256, 257, 5000])
-def test_a_shard_has_the_bits_of_the_whole(code, row):
-    draw = torch.Generator().manual_seed(0)
-    numbers = torch.randn(7, row, generator=draw)
-    numbers = numbers if code is FIRST else numbers.square()
-    places, steps = torch.tensor([3]), torch.tensor([5.0])
-    whole = encode(numbers, seeds_at(places, steps, torch.tensor([0]))[:, 0], row, code)
-    ends = [0, 1, 3, 3, 7]
-    for start, stop in itertools.pairwise(ends):
-        seed = seeds_at(places, steps, torch.tensor([start * row]))[:, 0]
-        part = encode(numbers[start:stop], seed, row, code)
-        assert torch.equal(part[0], whole[0][start:stop])
-        assert torch.equal(part[1], whole[1].view(7, -1)[start:stop].flatten())
 
 
 def test_random_bits_are_of_element_step_and_parameter():

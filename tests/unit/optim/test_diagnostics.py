@@ -105,10 +105,3 @@ def test_scaled_adam_dominance_quartiles_and_clipped_share():
     terms = {n: float((p.grad * scales[n]).square().sum()) for n, p in values.items()}
     expected = {name: term / sum(terms.values()) for name, term in terms.items()}
     assert report["dominance"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_without_names_parameters_go_by_their_places():
-    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
-    optimizer = LANS(params)
-    params[1].grad = torch.full((3,), torch.nan)
-    assert optimizer.diagnostics()[0]["not_finite"] == ["group 0, 1"]

@@ -1,87 +1,14 @@
-"""Long runs of LANS, LAMB and ScaledAdam, and of their literal equations in float64.
+"""Equations at the ends of the types' ranges, and sums; the fuzz judges all others."""
 
-The fuzz judges one step at a time, by roundings of the state's own type. Here an error adds up over
-60 steps, and float64 leaves little room for it.
-"""
-
-import numpy as np
 import pytest
 import torch
 
 from steadygrad.numerics import inner_products, square_sums
 from steadygrad.optim import LAMB, LANS, ScaledAdam, clipping, scaled_adam, scaled_adam_rule
-from tests.reference.lamb import Lamb
-from tests.reference.lans import Lans
-from tests.reference.scaled_adam import ScaledAdam as ReferenceScaledAdam
 
 # One parameter at a time equals the second to the bit: `contracts/test_modes` holds it to that.
 MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-RECIPES = ("zipformer", "stateless7")
-
-SHAPES = [(7, 3), (5,), (), (1,), (2, 3, 2), (0, 4), (1, 1), (7, 3)]
-# Of weights: from tiny to large, and zero.
-SCALES = [0.3, 1e-3, 1.0, 5.0, 0.0, 1.0, 0.1, 2.0]
-
-
-class Exact(ScaledAdam):
-    """With its state in float64, which the current recipe keeps in float32."""
-
-    def _state_dtype(self, parameter, group):
-        return parameter.dtype
-
-
-PAIRS = {"lans": (LANS, Lans), "lamb": (LAMB, Lamb), "scaled_adam": (Exact, ReferenceScaledAdam)}
-CASES = [
-    ("lans", {"lower_bound": 0.2, "upper_bound": 1.5, "lr": 0.03, "betas": (0.0, 0.9)}),
-    ("lans", {"clip_value": 0.3, "lr": 0.03, "maximize": True, "weight_decay": 0.1}),
-    ("lamb", {"upper_bound": 0.5, "lr": 0.1, "betas": (0.9, 0.0)}),
-    ("lamb", {"adapt": False, "lr": 0.03, "weight_decay": 0.1, "max_grad_norm": 1e6}),
-    ("lamb", {"maximize": True, "lr": 0.03, "weight_decay": 0.0, "max_grad_norm": 0.5}),
-    *(
-        ("scaled_adam", {**options, "recipe": recipe})
-        for recipe in RECIPES
-        for options in (
-            {"betas": (0.0, 0.9), "maximize": True},
-            # Size steps that reach their bound.
-            {"size_update_period": 1, "lr": 0.8, "scalar_lr_scale": 0.3},
-            {"param_max_rms": 0.2, "param_min_rms": 0.05, "scalar_max": 0.5, "lr": 0.1},
-        )
-    ),
-]
-
-
-def gradients(draw, step):
-    """Loud and quiet steps, a None now and then, a block of zeros."""
-    loud = 30.0 if step % 7 == 5 else 1.0
-    found = [np.array(draw.normal(size=shape) * loud) for shape in SHAPES]
-    if step % 5 == 3:
-        found[1] = None
-    if step % 4 == 2:
-        found[0] = np.zeros(SHAPES[0])
-    return found
-
-
-@every_mode
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_equals_the_reference(name, options, mode):
-    draw = np.random.default_rng(0)
-    weights = [np.array(draw.normal(size=s) * x) for s, x in zip(SHAPES, SCALES, strict=True)]
-    params = [torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in weights]
-    make, make_reference = PAIRS[name]
-    optimizer, reference = make(params, **options, **mode), make_reference(**options)
-    largest = [np.abs(w).max(initial=1e-30) for w in weights]
-    for step in range(60):
-        grads = gradients(draw, step)
-        for p, g in zip(params, grads, strict=True):
-            p.grad = None if g is None else torch.tensor(g)
-        optimizer.step()
-        reference.step(weights, grads)
-        for place, (p, w) in enumerate(zip(params, weights, strict=True)):
-            largest[place] = max(largest[place], np.abs(w).max(initial=0.0))
-            off = np.abs(p.detach().numpy() - w).max(initial=0.0) / largest[place]
-            # Float64 on both sides; 60 steps of rounding in another order.
-            assert off < 1e-12
 
 
 def test_lamb_without_trust_ratio_is_adamw():

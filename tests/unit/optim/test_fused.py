@@ -145,21 +145,6 @@ def test_what_loops_cannot_take_goes_by_calls(monkeypatch):
 
 
 @both_modes
-def test_a_frozen_parameter_is_not_looked_at(mode):
-    """Its weights may even be no numbers; they stop no step, at size steps neither."""
-    params = start()
-    params[0].requires_grad_(False)
-    params[0][0, 0] = torch.nan
-    before = params[0].clone()
-    optimizer = ScaledAdam(params, **{mode: True})
-    for step in range(5):
-        fill(params[1:], step)
-        optimizer.step()
-    assert optimizer.skipped == 0
-    assert_same([params[0].nan_to_num(7.0)], [before.nan_to_num(7.0)])
-
-
-@both_modes
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
 def test_what_torch_makes_by_default_does_not_matter(mode, default):
     """Types and devices."""

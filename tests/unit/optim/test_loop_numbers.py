@@ -112,18 +112,3 @@ def test_waves_are_the_passes_by_any_number_of_threads(case, monkeypatch):
     # Without chunks, which add up in another order; a step moves a weight by a hundredth.
     by_calls, _ = trained(make, {**options, "foreach": True}, dtype)
     torch.testing.assert_close(weights, by_calls, rtol=1e-5, atol=1e-5)
-
-
-def test_threads_share_large_tensors_and_take_waves_of_others(monkeypatch):
-    monkeypatch.setattr(runtime, "WAVE", 10)
-    table = Table([4, 6, 1, 30, 2, 9, 1], FLOATS, 2)
-    # A thread alone shares none; of two they share those of more than a sixteenth of all elements.
-    plans = {
-        1: ([], [[3, 4], [0, 2], [5, 7], [4, 5], [2, 3]]),
-        2: ([0, 1, 3, 5], [[4, 5], [2, 3], [6, 7]]),
-    }
-    for threads, (shared, waves) in plans.items():
-        counters, stops, found = table._plan(True, threads)
-        assert counters[1:-1, 0].tolist() == [*np.repeat(shared, 2), 0]
-        assert stops.tolist() == [*np.repeat(shared, 2) + 1, len(waves)]
-        assert found.tolist() == waves

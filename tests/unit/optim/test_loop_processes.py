@@ -7,17 +7,14 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from steadygrad import optim
 from steadygrad.optim import LANS, ScaledAdam, loops
-from steadygrad.optim.loops import numbers, runtime
+from steadygrad.optim.loops import numbers
 from tests.contracts.problems import assert_same
 
 CPU = torch.device("cpu")
@@ -94,24 +91,6 @@ def test_a_forked_process_steps_too():
     assert_same(map(torch.from_numpy, found), expected)
 
 
-@needs_fork
-@of_forks
-def test_a_fork_while_something_is_compiled_goes_by_calls():
-    """The thread that compiles is not forked along, and would never open the lock."""
-
-    def work():
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        return loops.why_none(CPU), [p.numpy() for p in trained(LANS)]
-
-    expected = trained(LANS, foreach=True)
-    with runtime._LOCK:
-        result = in_a_fork(work)
-    why, found = result()
-    assert "forked" in why
-    assert_same(map(torch.from_numpy, found), expected)
-
-
 STEP = """
 import torch
 from steadygrad.optim import LANS
@@ -170,66 +149,6 @@ def test_numba_is_loaded_with_the_first_step_alone():
     loaded = "[n in sys.modules for n in ('numba', 'steadygrad.optim.loops')]"
     script = f"import sys, steadygrad.optim; print(float({loaded} == [False, True]))"
     assert number_from(script)[0] == 1
-
-
-def test_types_that_cannot_be_compiled_leave_others_alone(monkeypatch):
-    """Nor other optimizers, on which nothing is tried in vain."""
-    monkeypatch.setattr(loops, "BROKEN", {})
-    monkeypatch.setattr(loops, "_WARNED", set())
-    tried, kernel_of = [], runtime._kernel_of
-
-    def fail(one, types):
-        if torch.bfloat16 in types:
-            tried.append(types)
-            raise RuntimeError("no such number")
-        return kernel_of(one, types)
-
-    monkeypatch.setattr(runtime, "_kernel_of", fail)
-    params = [torch.ones(3, dtype=d).requires_grad_() for d in (torch.bfloat16, torch.float32)]
-    optimizer = ScaledAdam(params, fused=True)
-    for count in range(3):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        with pytest.warns(match="no such number") if count == 0 else nullcontext():
-            optimizer.step()
-    assert [len(b.tables) for b in optimizer._built] == [0, 1]
-    assert len(tried) == 1
-    assert not torch.equal(params[0], torch.ones_like(params[0]))
-
-
-def test_reasons_why_there_are_no_loops(monkeypatch):
-    import numba
-
-    assert loops.why_none(CPU) is None
-    missing = loops._why_no_numba.__wrapped__
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert "NUMBA_DISABLE_JIT" in missing()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert "installed" in missing()
-
-
-@pytest.mark.parametrize(("threads_of_torch", "elements"), [(1, 10**6), (2, 10**6), (2, 100)])
-def test_loops_run_on_torchs_threads(threads_of_torch, elements, monkeypatch):
-    """As many as torch has, one for little work; an interrupt waits for all of them."""
-    asked = []
-
-    def kernel(place):
-        asked.append("own")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_torch)
-    if sys.platform == "linux":
-        assert runtime._team() is not None
-    start, end = (lambda *given: asked.append(given[2])), (lambda: asked.append("end"))
-    monkeypatch.setattr(runtime, "_team", lambda: (start, end, 1))
-    monkeypatch.setattr(runtime, "_KERNEL", lambda address: kernel)
-    arguments = np.full(numbers.PLACES, 7)
-    with pytest.raises(KeyboardInterrupt):
-        runtime._run(0, arguments, runtime._threads(elements))
-    is_team = threads_of_torch == 2 and elements > runtime._SMALL
-    assert asked == ([2, "own", "end"] if is_team else ["own"])
-    # A thread alone has nobody to give way to.
-    assert arguments[numbers.YIELD] == (1 if is_team else 0)
 
 
 @pytest.mark.parametrize(
