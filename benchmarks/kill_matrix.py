@@ -40,9 +40,9 @@ HEAVY = (
 )
 # Tests of a room, where no test has been seen on a line: compiled code, other processes.
 ROOMS = {
-    "optim/loops": ("unit/optim/test_loop", "unit/optim/test_fused", "unit/optim/test_waves"),
+    "optim/loops": ("unit/optim/test_loop", "unit/optim/test_fused", "property/"),
     "optim/kernels": ("unit/optim/test_kernels",),
-    "optim": ("unit/optim/", "golden/test_optim", "contracts/"),
+    "optim": ("unit/optim/", "golden/test_optim", "contracts/", "property/"),
     "top level": ("unit/test_", "distributed/test_"),
     "integrations": ("integrations/",),
 }
@@ -310,7 +310,7 @@ def work_off(work, number, workers, seconds, mode):
             first = suite.spread(known, seconds / 2, mutant["room"]) if known else []
             tests = [*dict.fromkeys([*first, *tests])]
         row = attempt(copy, mutant, tests, seconds, options)
-        if mode == "survivors" and not row["killers"]:
+        if mode != "run" and row["by"] in ("", "untested"):
             slow = [
                 str(f.relative_to(copy)) for h in homes(mutant["room"]) for f in copy.glob(h + "*")
             ]

@@ -1,6 +1,7 @@
 """`NoiseScale` on one step against the definitions, what it refuses, and its history."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -382,3 +383,12 @@ def test_nothing_waits_for_the_device():
             numbers = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
             assert {(x.device.type, x.shape) for x in numbers} == {("meta", ())}
             assert len(numbers) == 14
+
+
+def test_batch_norm_is_warned_of():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        NoiseScale(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NoiseScale(model.eval())
