@@ -9,10 +9,8 @@ from benchmarks.truth import exact
 from benchmarks.truth.exact import (
     critical_batch,
     expected_curve,
-    from_scratch_overhead,
     overhead,
     scratch,
-    start_of,
 )
 from benchmarks.truth.worlds import FAMILIES, train
 
@@ -70,33 +68,6 @@ def test_the_closed_form_is_what_replicas_do(world, size, lr, steps, replicas, d
     assert drawn.error[-1] < error * closed.loss[-1]
 
 
-@pytest.mark.parametrize("world", [QUADRATIC, ADAM], ids=lambda world: world.name)
-def test_without_noise_a_replica_is_the_task(world):
-    still = replace(world, noise=1e-12)
-    task = still.task(0)
-    begun, ended = (
-        (start_of(model, optimizer), task.evaluate(model, task.valid))
-        for model, optimizer in train(task, 0, [4 * 20, 4 * 50])
-    )
-    curve = expected_curve(still, begun[0], 4, still.lr, 30, replicas=2)
-    assert curve.loss[0] == pytest.approx(begun[1], rel=1e-6)
-    # float32, over 30 steps.
-    assert curve.loss[-1] == pytest.approx(ended[1], rel=1e-4)
-    assert ended[1] < 0.9 * begun[1]
-
-
-@pytest.mark.parametrize("world", [QUADRATIC, EDGE], ids=lambda world: world.name)
-def test_the_edge_of_stability_is_where_the_rate_times_the_curvature_is_two(world):
-    multiple = 2 / (world.lr * world.curvatures.max())
-    below, above = (round(4 * multiple * part) for part in (0.97, 1.03))
-    start = scratch(world)
-    assert expected_curve(world, start, below, rate(world, below), 3000).loss[-1] < 100
-    assert expected_curve(world, start, above, rate(world, above), 3000).loss[-1] > 1e6
-    # Just past it a short branch still ends at a finite loss, and one that counts as diverged.
-    assert math.isfinite(expected_curve(world, start, above, rate(world, above), 20).loss[-1])
-    assert math.isinf(overhead(world, start, above, 3000 * above))
-
-
 @pytest.mark.parametrize("world", [QUADRATIC, REGRESSION], ids=lambda world: world.name)
 def test_the_critical_batch_is_what_trying_every_size_finds(world):
     start, length = scratch(world), 1024
@@ -109,31 +80,3 @@ def test_the_critical_batch_is_what_trying_every_size_finds(world):
     assert found.overheads[best] == 0
     assert found.overheads[first] == pytest.approx(relative[first])
     assert found.error == 0
-
-
-def test_a_schedule_of_one_size_is_that_size_and_warming_up_costs():
-    n, size = QUADRATIC.horizon, 16
-    alone = from_scratch_overhead(QUADRATIC, size, n)
-    lr = rate(QUADRATIC, size)
-    assert from_scratch_overhead(QUADRATIC, [(0, size, lr)], n) == alone
-    assert from_scratch_overhead(QUADRATIC, [(0, size, lr), (n // 2, size, lr)], n) == alone
-    assert from_scratch_overhead(QUADRATIC, 4, n) == pytest.approx(0, abs=1e-9)
-    assert from_scratch_overhead(QUADRATIC, [(0, 4, 0.0)], n) == math.inf
-    # A mean over two places of a bent curve is above the loss at their mean place.
-    steps = np.full(n // 4, 4), np.full(n // 4, QUADRATIC.lr)
-    for marks in ((), (n // 2, n)):
-        found = exact.steps_overhead(QUADRATIC, *steps, n, marks=marks)
-        assert found == pytest.approx(0, abs=1e-6)
-
-
-def test_noisy_curves_are_read_by_their_trend():
-    samples = np.arange(4001.0)
-    noise = np.random.default_rng(0).normal(size=4001) * 0.01
-    loss, ones = 2 - samples / 4000 + noise, np.ones(4001)
-    noisy = exact.Curve(samples, loss, 0.01 * ones, ones)
-    # The lowest loss so far is about three deviations, 120 samples, ahead.
-    assert noisy.samples_at(1.5) == pytest.approx(2000, abs=20)
-    exactly = exact.Curve(samples, loss - noise, 0 * ones, 0 * ones)
-    assert exactly.samples_at(1.50003) == pytest.approx(1999.88)
-    assert exactly.samples_at(3.0) == 0
-    assert exactly.samples_at(0.5) == math.inf

@@ -3,22 +3,13 @@
 import shutil
 
 import pytest
-import torch
 
 from steadygrad.cli import main
 from tests.unit.cli.quick import quick, run_program, tiny
+from tests.unit.studies.conftest import one_thread  # noqa: F401
 
 # A study chooses by itself unless these say otherwise; the tests' machines differ.
 PLAIN = ("--device", "cpu", "--workers", "1", "--threads", "1")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A study sets the number of threads of its process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -98,14 +98,6 @@ def test_work_of_others_and_work_that_is_not_needed_tell_no_speed(skipped, secon
 
 
 def test_which_monitor(monkeypatch, capsys):
-    with make_monitor(True, lambda: math.inf) as monitor:
-        monitor.say("a line")
-    with make_monitor(False, lambda: math.inf) as monitor:
-        monitor.begin(100, 10)
-        monitor.printed -= 40
-        monitor.advance(5, "no line")
-        monitor.say("no line")
-    assert capsys.readouterr().err == "steadygrad: a line\n"
     monkeypatch.setattr(Console, "is_terminal", True)
     with make_monitor(True, lambda: 90.0) as monitor:
         monitor.begin(100, 10)

@@ -1,8 +1,7 @@
-"""``steadygrad doctor``, and what a command needs of an installation: few modules are loaded."""
+"""``steadygrad doctor``."""
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,8 +12,6 @@ from steadygrad.cli import doctor, main
 from steadygrad.optim import loops
 from steadygrad.optim.loops import runtime
 from tests.unit.cli.quick import ROOT
-from tests.unit.report.conftest import made_run
-from tests.unit.studies.results import write
 
 
 @pytest.fixture
@@ -73,47 +70,3 @@ def test_a_missing_extra_says_what_it_would_bring(examined, monkeypatch):
     found = examined()
     assert found["numba"] is None
     assert found["missing cpu"] == f"{doctor.BRINGS['cpu']}: pip install 'steadygrad[cpu]'"
-
-
-EXTRAS = {"torch", "numpy", "scipy", "matplotlib", "rich", "msgspec", "sklearn"}
-SCRIPT = """
-import json, sys
-sys.modules.update(dict.fromkeys(sys.argv.pop(1).split()))
-from steadygrad.cli import main
-code = main(sys.argv[1:])
-print("\\n" + json.dumps([code, [name for name, found in sys.modules.items() if found]]))
-"""
-
-
-def loaded(*arguments, missing=""):
-    """The modules of the library, and the extras, that a command loads."""
-    command = [sys.executable, "-c", SCRIPT, missing, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    code, modules = json.loads(done.stdout.splitlines()[-1])
-    assert code == 0, done.stderr
-    ours = {name for name in modules if name.split(".")[0] == "steadygrad"}
-    return ours, EXTRAS.intersection(modules)
-
-
-@pytest.mark.parametrize(
-    ("words", "needed", "most"),
-    # A study's help needs its settings alone.
-    [("--help", set(), 7), ("doctor --help", set(), 7), ("advise --help", {"msgspec"}, 20)],
-)
-def test_a_help_text_needs_little(words, needed, most):
-    ours, extras = loaded(*words.split())
-    assert extras == needed
-    assert len(ours) <= most
-
-
-def test_the_doctor_needs_no_extra():
-    assert "torch" in loaded("doctor", missing="msgspec rich scipy")[1]
-
-
-def test_a_page_with_a_schedule_needs_no_torch_and_no_other_study(tmp_path):
-    run = made_run()
-    assert run.summary["schedule"]["advised"]
-    write(tmp_path / "run", *run.results, header=run.header, summary=run.summary)
-    ours, extras = loaded("report", str(tmp_path / "run"))
-    assert extras <= {"msgspec", "matplotlib", "numpy", "scipy"}
-    assert not any(f".{other}" in name for name in ours for other in ("compare", "inspect"))

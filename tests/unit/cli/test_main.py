@@ -36,35 +36,6 @@ def test_a_task_that_is_broken_is_one_line(factory, found, tmp_path, refused):
         assert (tmp_path / "run/report.html").stat().st_size > 1000
 
 
-ODD = """
-from tests.unit.studies.tiny_task import make_task
-
-
-def odd_names():
-    return make_task(name="ti\\x1b[2Jny\\nline", sample="r\\x1bow")
-"""
-
-
-def test_names_that_no_terminal_should_see_and_folders_that_are_no_utf8(
-    tmp_path, monkeypatch, capsys
-):
-    home = tmp_path / os.fsdecode(b"caf\xe9")
-    home.mkdir()
-    (home / "mine.py").write_text(ODD)
-    monkeypatch.chdir(home)
-    assert main(["advise", "mine.py:odd_names", *PLAIN, "--out", "run"]) == 0
-    out, err = capsys.readouterr()
-    assert "\x1b" not in out + err
-    assert r"ti\x1b[2Jny\nline" in out
-    assert r"r\x1bows" in " ".join(out.split())
-    # The files keep what the task said.
-    assert read_run(home / "run").header.task.name == "ti\x1b[2Jny\nline"
-    (home / "run" / "summary.json").unlink()
-    monkeypatch.chdir(tmp_path)
-    assert main(["advise", "--resume", str(home / "run")]) == 0
-    assert main(["report", str(home / "run")]) == 0
-
-
 def test_debug_shows_the_task_s_own_traceback(capsys):
     assert main(["advise", tiny("raising"), *PLAIN, "--debug"]) == 2
     err = capsys.readouterr().err
@@ -201,18 +172,6 @@ def test_a_run_that_was_cut_short_is_reported_and_goes_on(
     assert (folder / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
 
 
-def test_a_second_interrupt_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    """The first one is handled; the second one ends the process wherever it is."""
-
-    def leave(*arguments):
-        raise KeyboardInterrupt
-
-    folder = tmp_path / "run"
-    monkeypatch.setattr("steadygrad.studies.work.work_on", leave)
-    assert main(["advise", tiny(), *PLAIN, "--out", str(folder)]) == 130
-    assert f"--resume {folder}" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_pipe_in_place_of_the_checkpoints_is_not_waited_for(tmp_path):
     folder = tmp_path / "run"
     assert main(["compare", tiny(), *STUDIES["compare"], *PLAIN, "--out", str(folder)]) == 0
@@ -270,22 +229,9 @@ def test_only_the_first_rank_speaks(folder, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["status"] == "complete"
 
 
-def unread():
-    """A pipe whose reader has left, as `head` does."""
-    reading, writing = os.pipe()
+def test_a_reader_that_leaves_is_no_error():
+    """A pipe's, as `head` does; Python's own code would be 120."""
+    reading, output = os.pipe()
     os.close(reading)
-    return writing
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    ("sink", "code", "found"),
-    [(unread, 0, ""), (lambda: os.open("/dev/full", os.O_WRONLY), 2, "No space left on device")],
-)
-def test_a_reader_that_leaves_is_no_error_and_a_full_output_is_one_line(sink, code, found):
-    """Python's own code would be 120."""
-    output = sink()
-    ended, _, err = run_program("--help", module="steadygrad", stdout=output)
+    assert run_program("--help", module="steadygrad", stdout=output) == (0, "", "")
     os.close(output)
-    assert (ended, err.count("\n")) == (code, bool(found))
-    assert found in err

@@ -90,10 +90,8 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
         ("char-lm", {"budget": "soon"}, "`budget`.*'soon'"),
         ("char-lm", {"budget": 0}, "budget"),
         ("char-lm", {"tolerance": "0.1"}, "`tolerance`.*'0.1'"),
-        ("char-lm", {"resume": 5}, "`resume`.* 5"),
         (make_task(), {"workers": 2}, "workers"),
         (make_task(), {"workers": "auto"}, "`workers`.*'auto'"),
-        (make_task(), {"budget": [1]}, r"`budget`.*\[1\]"),
         (make_task(), {"out": 5}, "`out`.* 5"),
     ],
 )

@@ -1,7 +1,6 @@
-"""An `advise` run, whole or cut short, and a way to look at its page."""
+"""An `advise` run, whole or cut short."""
 
 import math
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -64,16 +63,3 @@ def made_run(
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without drawings, for tests of what they say: drawing takes seconds."""
     monkeypatch.setattr(charts, "_svg", lambda *_, **__: Markup(""))
-
-
-def luminance(colour: str) -> float:
-    """The relative luminance (WCAG 2) of a browser's ``rgb(r, g, b)``."""
-    channels = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21 (WCAG 2)."""
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from steadygrad.studies.advise import trials
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
@@ -91,23 +90,25 @@ def worst(one, two):
 
 
 @contextmanager
-def planned(plan):
-    """Makes every plan of ``advise`` this one, and measures no speed for long."""
+def planned(plan, study="advise"):
+    """Makes every plan of a study this one, and measures no speed for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
+        patch.setattr(f"steadygrad.studies.{study}.trials.plan_for", lambda *a, **k: plan)
         patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
         patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
         yield
 
 
-def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
+def begin(
+    folder, factory="make_task", *, at=0, plan=PLAN, study="advise", kind=Settings, **settings
+):
     """A run with the hand-made plan, stopped after ``at`` samples of work."""
     chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
     deadline = Deadline()
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
-    with planned(plan):
-        settings = Settings(task=tiny(factory), **chosen)
-        return start("advise", settings, folder, deadline=deadline, monitor=watcher), watcher
+    with planned(plan, study):
+        settings = kind(task=tiny(factory), **chosen)
+        return start(study, settings, folder, deadline=deadline, monitor=watcher), watcher
 
 
 def go_on(folder, **given):

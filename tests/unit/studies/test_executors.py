@@ -9,9 +9,8 @@ from steadygrad.studies import work
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.executors import cuda_devices, dask_workers, made_workers
+from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.run import StudyFailed
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import makespan
 from tests.unit.studies.framework import FILES, begin, go_on, left, make_trainer, part, timeless
@@ -118,13 +117,6 @@ SIDE_BY_SIDE = {
         [trial(n, cost=cost) for n, cost in enumerate((3, 3, 4, 5, 3))],
         {1: 18, 2: 10, 3: 7, 5: 5},
     ),
-    # A chain of 6 + 6 beside six trials of 2, which come first in the order.
-    "a long chain": (
-        [*(trial(n, cost=2) for n in range(6)), trial(6, cost=6), trial(7, 6, cost=6)],
-        {2: 12},
-    ),
-    # 0 alone, then 1, 2, 3 on two workers.
-    "nothing ready": ([trial(0, cost=10), *(trial(n, 0, cost=4) for n in (1, 2, 3))], {2: 18}),
 }
 
 
@@ -132,21 +124,6 @@ SIDE_BY_SIDE = {
 def test_how_long_trials_take_side_by_side(case):
     trials, expected = SIDE_BY_SIDE[case]
     assert {workers: makespan(trials, workers) for workers in expected} == expected
-
-
-@pytest.mark.parametrize("address", ["tcp://nowhere", "nowhere:1"])
-def test_a_scheduler_that_is_not_there(address, monkeypatch):
-    distributed, asked = pytest.importorskip("distributed"), []
-
-    def refuse(*arguments, **options):
-        asked.append(arguments)
-        raise OSError("no answer")
-
-    monkeypatch.setattr(distributed, "Client", refuse)
-    with refused("--dask", f"'{address}'"):
-        dask_workers(address)
-    # Without a port there is nobody to ask.
-    assert bool(asked) == (address == "nowhere:1")
 
 
 @pytest.mark.parametrize(
@@ -182,11 +159,6 @@ class Own:
         return future
 
 
-class Dies:
-    def submit(self, function, *arguments):
-        raise OSError("no node\\nis left")
-
-
 def threads():
     return ThreadPoolExecutor(3)
 
@@ -217,17 +189,10 @@ def test_a_run_goes_on_with_or_without_an_executor(whole, pools, tmp_path):
     assert left(folder) == FILES
 
 
-def test_an_executor_that_is_lost_twice_keeps_the_run(pools, tmp_path):
-    with refused("OSError: no node", kind=StudyFailed):
-        begin(tmp_path / "run", at=None, workers=1, executor=f"{pools}:Dies")
-    assert read_run(tmp_path / "run").summary["status"] == "failed"
-
-
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
         ("{file}:raising", "OSError: no cluster"),
-        ("{file}:absent", "absent"),
         ("{file}:Own", "--workers"),
         ("pools_of_mine:absent", "absent"),
         ("threads", "threads"),
@@ -237,9 +202,3 @@ def test_an_executor_that_is_lost_twice_keeps_the_run(pools, tmp_path):
 def test_what_makes_no_executor_is_refused(pools, spec, part):
     with refused(part):
         made_workers(spec.format(file=pools), 0)
-
-
-def test_two_ways_to_run_trials_are_refused(pools, tmp_path):
-    with refused("--dask", "--executor"):
-        begin(tmp_path / "run", dask="nowhere:1", executor=f"{pools}:threads")
-    assert not (tmp_path / "run").exists()

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from multiprocessing import active_children
 
 import pytest
 
@@ -53,24 +52,6 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "run"
     begin(folder, "paced", workers=2)
     return folder
-
-
-def test_a_worker_that_is_killed_in_mid_trial(base, whole, tmp_path):
-    folder, killed = copy(base, tmp_path / "run"), []
-
-    def kill():
-        killed.append(active_children()[0])
-        killed[0].kill()
-
-    watcher = Watcher(2000, kill)
-    outcome = resume(folder, {"workers": 2}, monitor=watcher)
-    assert outcome.summary.status == "complete"
-    assert len(killed) == 1
-    assert [line.split(" (")[0] for line in watcher.lines] == ["workers were lost"]
-    assert lines(folder) == lines(whole)
-    assert summary(folder) == summary(whole)
-    assert left(folder) == FILES
-    wait_for(lambda: not active_children())
 
 
 # A cluster

@@ -4,12 +4,10 @@ import math
 import shutil
 
 import pytest
-import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import read_run, write_summary
-from steadygrad.studies.header import describe_task
 from steadygrad.studies.run import resume
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
@@ -22,13 +20,11 @@ from tests.unit.studies.framework import (
     go_on,
     left,
     lines,
-    make_trainer,
     part,
     summary,
     tiny,
 )
 from tests.unit.studies.results import refused, rewrite_header
-from tests.unit.studies.tiny_task import make_task
 
 
 @pytest.fixture(scope="module")
@@ -97,31 +93,7 @@ def test_a_checkpoint_is_trained_anew_only_where_it_cannot_be_trusted(cut, whole
     assert summary(folder) == summary(whole)
 
 
-def test_a_file_in_place_of_all_checkpoints_is_said(cut, tmp_path):
-    folder = copy(cut, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "checkpoints").write_text("mine")
-    with refused("checkpoints", "Remedy"):
-        go_on(folder)
-    assert read_run(folder).summary["status"] == "failed"
-
-
 # The header
-
-
-def test_parameters_are_those_that_train_each_counted_once():
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)), torch.nn.Linear(8, 1))
-    model[1].weight = model[0].weight
-    model[2].bias.requires_grad = False
-
-    def make_optimizer(parameters, lr):
-        return torch.optim.Adagrad(parameters, lr=lr, weight_decay=0.5)
-
-    task = make_task(make_model=lambda: model, make_optimizer=make_optimizer)
-    found = describe_task(make_trainer(task), "spec")
-    # One shared 8 x 8 weight, two biases of 8, one weight of 8; the frozen bias is left out.
-    assert found.parameters == 64 + 8 + 8 + 8
-    assert (found.beta2, found.weight_decay, found.optimizer) == (None, 0.5, "Adagrad")
 
 
 # What must not change

@@ -114,9 +114,6 @@ def test_losses_that_are_not_finite_are_refused():
     # In the largest batch, before training.
     with pytest.raises(InputError, match="per_sample_loss"):
         trainer.fit_micro_batch(64)
-    trainer = make_trainer(tiny_task.diverging())
-    with pytest.raises(InputError, match=r"Task\.lr"):
-        list(trainer.run(main_order(4096, 0), 0, 400, 4))
 
 
 def test_worker_processes_that_make_batches_change_no_number():
@@ -366,16 +363,3 @@ def test_a_checkpoint_that_cannot_be_trusted_is_none(tmp_path, damage):
     checkpoints.save("there", make_trainer().state(80))
     path.with_name("there.pt").rename(path)
     assert checkpoints.load("here", 80) is None
-
-
-def test_each_repeat_has_weights_of_its_own():
-    trainer = make_trainer()
-    first = weights(trainer)
-    list(trainer.run(main_order(4096, 0), 0, 8, 4))
-    trainer.restart(1)
-    second = weights(trainer)
-    trainer.restart()
-    assert worst(weights(trainer), first) == 0.0
-    assert worst(second, first) > 0.01
-    assert trainer.steps == 0
-    assert trainer.optimizer.state_dict()["state"] == {}

@@ -249,24 +249,6 @@ def test_a_schedule_takes_fewer_steps_than_the_constant_batch(points, criticals,
     assert [size for _, size in evidence.schedule] == sizes
 
 
-def test_without_a_decision_it_says_how_long_one_would_take():
-    def minutes(workers, spread, decay="none"):
-        header = make_header(runtime={"workers": workers}, task={"lr_decay": decay})
-        decays = decay != "none"
-        lengths = lengths_of(LENGTH, 0.2) if decays else [LENGTH]
-        events = [scratch(8, i, samples=n, decays=decays) for i in range(3) for n in lengths]
-        events += seeds(32, slower=1.15, spread=spread)
-        events += seeds(16, slower=1.15, spread=2 * spread)
-        advice = summarize(header, Results(events), "budget").recommendation
-        assert (advice.batch_size, advice.why, advice.samples) == (None, "undecided", LENGTH)
-        return advice.minutes
-
-    assert minutes(2, 0.01) == minutes(1, 0.01) / 2
-    assert minutes(1, 0.02) > minutes(1, 0.01)
-    # One that falls takes two more trainings of the smallest batch, of 1 / 1.2 and 1 / 1.6.
-    assert minutes(1, 0.01, "linear") > 1.5 * minutes(1, 0.01)
-
-
 def test_points_along_whose_branches_the_loss_does_not_fall():
     second = branches(1e5, sigma=0.5, seed=3, point=1)
     events = [point(0, 1024), *branches(120.0, sigma=1e-3), *second, point(1, LENGTH)]

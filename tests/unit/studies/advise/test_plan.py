@@ -72,20 +72,6 @@ def test_points_and_branches_obey_their_own_rules(size, samples):
             assert multiple == 1 or length % (3 * multiple * size // 4) == 0
 
 
-def test_what_makes_the_training_longer():
-    longer = [plan_of(budget).samples for budget in (60, 300, 900, 7200)]
-    assert longer == sorted(set(longer))
-    # Larger batches that take half the time a sample, or evaluations that take none.
-    assert plan_of(900, slower=0.5).samples > 1.3 * plan_of(900).samples
-    free = plan_of(900, evaluation=0.0).samples
-    assert free > plan_of(900).samples > plan_of(900, evaluation=0.1).samples
-    # A rate that falls takes a training for each length of the smallest batch.
-    assert plan_of(900, evaluation=0.0, decays=True).samples < free
-    # A search for learning rates takes three times the trainings.
-    lengths = [plan_of(9000, evaluation=0.0, tune=tune).samples for tune in (True, False)]
-    assert 3 * lengths[0] == pytest.approx(lengths[1], abs=24)
-
-
 @pytest.mark.parametrize("tune", [False, True])
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_given_length_needs_time_for_three_seeds_at_two_sizes(decays, tune):
@@ -96,17 +82,6 @@ def test_a_given_length_needs_time_for_three_seeds_at_two_sizes(decays, tune):
     assert plan_of(1.001 * least, **known).samples == 5000
     with pytest.raises(InputError, match="budget"):
         plan_of(0.999 * least, **known)
-
-
-def test_a_length_that_is_given_leaves_no_choice():
-    given = [plan_of(b, s, samples=5000) for b, s in ((60, 1000.0), (9000, 1000.0), (60, 3000.0))]
-    assert [plan.samples for plan in given] == [5000] * 3
-    same = [replace(plan, samples_per_second=1.0, work=1) for plan in given]
-    assert same[0] == same[1] == same[2]
-    assert (plan_of(300).seeds, plan_of(300, seeds=5).seeds) == (64, 5)
-    assert plan_of(300, samples=512).points == (512,)
-    with pytest.raises(InputError, match="--samples"):
-        plan_of(300, samples=511)
 
 
 def test_no_batch_is_larger_than_the_data():

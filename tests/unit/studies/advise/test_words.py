@@ -56,29 +56,18 @@ GROWING = schema.Schedule(
 @pytest.mark.parametrize(
     ("size", "finding", "fields", "parts"),
     [
-        (8, schema.Larger(run=FAILED), {}, ["stay at batch 8 with learning rate 0.00122"]),
         (8, schema.Larger(run=FAILED), {}, ["needs 45% more", "interval 30% to 60%)."]),
         (8, schema.Larger(run=replace(FAILED, low=INF, loss=INF)), {}, ["batch 12 diverged."]),
-        (8, schema.Larger(run=replace(FAILED, low=INF)), {}, ["needs more than 60% more"]),
         # No rounding hides on which side of the tolerance it is.
         (8, schema.Larger(run=UNCERTAIN), {}, ["20.04%", "0% to more than 60%", "not certain"]),
         (None, schema.Larger(run=UNCERTAIN), {}, ["--resume for about 2 more minutes"]),
-        (
-            None,
-            schema.Larger(run=UNCERTAIN),
-            {"status": "complete"},
-            ["used up, so stay at"],
-        ),
-        (12, schema.Larger(run=replace(FAILED, batch_size=16)), {}, ["train at batch 12"]),
         # 1.13 times a third fewer steps.
         (12, rate("fits"), {}, ["train at batch 12", "it needs 13% more", "25% fewer optimizer"]),
         (12, rate("low"), {}, ["Learning rate 0.002 does better", "by 0.02", "0.01 to 0.03"]),
         (12, rate("high"), {}, ["Learning rate 0.0005 does better than 0.001 at batch 8 over"]),
         (12, rate(""), {}, ["0.001 fits batch 8 over 4,096 sequences is not known after 4 seeds"]),
         # An answer that hangs on a condition opens with it.
-        (12, rate("low"), {"rates": (rate("low"),)}, ["The learning rate 0.001 is too low at"]),
         (12, rate("low"), {"rates": (rate("low"),)}, ["until then train at batch 12 with"]),
-        (12, rate("high", 12), {"rates": (rate("high", 12),)}, ["For 4,096 sequences, train at"]),
         (12, GROWING, {}, ["8 from 0 and 24 from 9 sequences on, needs 10%", "17% fewer"]),
         (12, schema.Flat(points=(64, 256), epochs=3.2), {}, ["64 and 256", "data seen 3 times"]),
         (12, schema.Unfinished(), {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
@@ -95,30 +84,6 @@ def test_sentences(summary, size, finding, fields, parts):
     assert not (isinstance(finding, schema.Larger) and words.remarks(found))
 
 
-@pytest.mark.parametrize(
-    ("going_on", "high", "part"),
-    [
-        ({}, 51.0, "is 43 (95% confidence interval 14 to 51)"),
-        ({"known": False}, INF, "not known well enough for more (95% confidence interval 14 or"),
-        ({"diverged": 64}, 51.0, "batch 64 diverged elsewhere"),
-    ],
-)
-def test_continuing(summary, going_on, high, part):
-    known = {"batch_size": 32, "lr": 0.002, "known": True, "diverged": None}
-    going_on = replace(summary.going_on, **{**known, **going_on})
-    fields = {"value": 43.2, "low": 14.0, "high": high, "beyond": 48.0}
-    points = tuple(replace(p, critical=replace(p.critical, **fields)) for p in summary.points)
-    found = replace(summary, findings=(summary.recommendation, going_on), points=points)
-    (said,) = words.remarks(found)
-    assert "can continue at batch 32 with learning rate 0.002" in said
-    assert part in said
-
-
-def text_of(drawn: str) -> str:
-    """What a page says, without tags."""
-    return " ".join(html.unescape(re.sub("<[^>]*>", " ", drawn)).split()).replace(" ,", ",")
-
-
 @quick
 def test_a_growing_batch_in_the_form_of_every_trainer():
     made = made_run()
@@ -131,24 +96,6 @@ def test_a_growing_batch_in_the_form_of_every_trainer():
         assert own["schedule"].stages == schedule.stages
     tokens = {"Megatron": schedule.to_megatron(64), "OLMo-core": schedule.to_olmo_core(64)}
     assert forms == tokens
-
-
-@quick
-def test_what_a_page_says_of_the_task_and_of_the_search():
-    def edit(result):
-        again = isinstance(result, schema.Scratch) and result.repeat == 2
-        return replace(result, repeat=64) if again else result
-
-    task = {"lr_rule": "constant", "warmup_samples": 64, "lr_decay": "cosine", "beta2": None}
-    text = text_of(render(made_run(task=task, settings={"seed": 7})))
-    for part in ("stays the same", "over 64 sequences", "a cosine decay", "size, weight decay"):
-        assert part in text
-    assert "seed 7 alone" in text
-    text = text_of(render(made_run(settings={"keep_half_life": True, "tune": True}, edit=edit)))
-    assert "the half-lives of beta2" in text
-    # Seeds of the search for rates are no pairs.
-    count = len({run.repeat for run in made_run().select(schema.Scratch)}) - 1
-    assert f"have {count} seeds, and the search" in text
 
 
 def test_the_bracket_the_interval_and_the_limit_are_drawn(summary, monkeypatch):
@@ -168,7 +115,7 @@ def test_the_bracket_the_interval_and_the_limit_are_drawn(summary, monkeypatch):
 
 @quick
 def test_a_run_without_a_summary_is_drawn():
-    assert "no result yet" in text_of(render(made_run(points=1, status=None)))
+    assert "no result yet" in render(made_run(points=1, status=None))
 
 
 @quick

@@ -21,10 +21,6 @@ def raises(model, lr):
     raise RuntimeError("it broke\nsecond line")
 
 
-def is_none(model, lr):
-    torch.optim.AdamW(model.parameters(), lr=lr)
-
-
 def of_others(model, lr):
     return torch.optim.AdamW([torch.zeros(3, requires_grad=True)], lr=lr)
 

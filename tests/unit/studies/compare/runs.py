@@ -2,10 +2,10 @@
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare import trials
@@ -13,11 +13,10 @@ from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
-from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
-from steadygrad.studies.run import start
 from steadygrad.studies.workplace import Workplace
-from tests.unit.studies.framework import Watcher, make_trainer, tiny
+from tests.unit.studies import framework
+from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.results import TASK, make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -41,17 +40,7 @@ def planned(**fields):
     return msgspec.structs.replace(PLAN, **fields)
 
 
-def begin(folder, factory="make_task", *, at=0, plan=PLAN, **settings):
-    """A run with the hand-made plan, stopped after ``at`` samples of work; -1 for never."""
-    chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
-    deadline = Deadline()
-    watcher = Watcher(at, lambda: deadline.limit(-1e9))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "plan_for", lambda *args, **kwargs: plan)
-        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
-        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
-        options = Settings(task=tiny(factory), **chosen)
-        return start("compare", options, folder, deadline=deadline, monitor=watcher), watcher
+begin = partial(framework.begin, plan=PLAN, study="compare", kind=Settings)
 
 
 class Places:

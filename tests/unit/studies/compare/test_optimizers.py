@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from shlex import quote
 from types import SimpleNamespace
@@ -12,16 +11,13 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare import libraries, words
+from steadygrad.studies.compare import libraries
 from steadygrad.studies.compare.optimizers import Joined, entries_of
-from steadygrad.studies.compare.schema import Edge, Run, Settings, Traits, knobs_at
-from steadygrad.studies.compare.trials import plan_for, slowdown, tried
+from steadygrad.studies.compare.schema import Settings, Traits, knobs_at
+from steadygrad.studies.compare.trials import plan_for, tried
 from steadygrad.studies.files import trusted
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.page import render
-from tests.unit.report.conftest import no_charts  # noqa: F401
 from tests.unit.studies.compare import added
-from tests.unit.studies.compare.runs import ADDED, ALL, Places, begin, planned
+from tests.unit.studies.compare.runs import ADDED, ALL, Places
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.tiny_task import make_model, make_task
 
@@ -147,11 +143,9 @@ def test_names_and_default_rates():
     [
         ("adamw", "", "Found none"),
         ("lans,lans", "", "--optimizers .*'lans' twice"),
-        ("lans,,sgd", "", "--optimizers .*''"),
         ("lans", str(ADDED), "--add"),
         ("lans", "nowhere.py:adamax", "--add .*no such file"),
         ("lans", f"{ADDED}:adamax,{ADDED}:adamax", "--add .*'adamax'"),
-        ("lans", f"{ADDED}:lans", "--add .*'lans'"),
     ],
 )
 def test_optimizers_that_cannot_be_compared(optimizers, add, match):
@@ -169,21 +163,12 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, match):
         ("hooks", "with other hooks"),
         ("no_step", "optimizer no_step .*no step"),
         ("torch:LBFGS", "closure"),
-        ("torch:Muons", "'torch:Muons': TypeError"),
         ("not_there_at_all.x:Y", "No module named 'not_there_at_all'"),
-        (":Plain", "Found ':Plain'"),
     ],
 )
 def test_optimizers_that_do_not_work_are_found_before_the_study(name, match):
     with pytest.raises(InputError, match=match):
         attempt(name)
-
-
-def test_a_library_of_no_package_is_refused(monkeypatch):
-    """Nothing would tell a resumed run that it has changed."""
-    monkeypatch.setattr(libraries, "packages_distributions", dict)
-    with pytest.raises(InputError, match="added:OwnRate"):
-        attempt(OWN_RATE)
 
 
 @pytest.mark.parametrize(
@@ -223,29 +208,6 @@ def test_adamw_has_what_is_no_matrix_at_a_rate_that_follows():
     # Nothing to take.
     with pytest.raises(InputError, match="torch:Muon: ValueError"):
         attempt("torch:Muon", make_task(make_model=lambda: nn.Linear(8, 1)))
-
-
-def test_a_study_with_one_of_each_kind(tmp_path, no_charts):  # noqa: F811
-    names = [SCHEDULE_FREE, OWN_RATE, "torch:Muon"]
-    traits = {name: attempt(name).traits for name in names}
-    plan = planned(optimizers=("adamw", *names), traits=traits, seeds=2)
-    outcome, watcher = begin(tmp_path / "run", at=-1, plan=plan, optimizers=",".join(names))
-    assert watcher.done == watcher.total
-    assert all(math.isfinite(row.loss) for row in outcome.summary.verdicts)
-    # One that sets its own rate has no ladder.
-    edges = [found for found in outcome.summary.findings if isinstance(found, Edge)]
-    assert OWN_RATE not in [edge.optimizer for edge in edges]
-    for row in outcome.summary.tuned:
-        own, counts = row.optimizer == OWN_RATE, [len(losses) for losses in row.tried.values()]
-        assert (row.plateau is None) == (row.interior is None) == own
-        assert counts == [1, 1, 1] if own else min(counts) >= 3
-    run = read_run(tmp_path / "run")
-    assert {(r.step, r.lr) for r in run.select(Run) if r.optimizer == OWN_RATE} == {(0, 0.05)}
-    page = render(run)
-    for name, note in zip(names, words.NOTES.values(), strict=True):
-        title = name + " with AdamW" * ("Muon" in name)
-        release = f"Release {metadata.version('torch')}."
-        assert f"<b>{title}.</b> {release} {note}</li>" in page
 
 
 @pytest.mark.parametrize(
@@ -288,28 +250,3 @@ def test_the_libraries_themselves(name, traits):
     first, run = places.train(name, samples=4), places.train(name, samples=1280)
     assert run.loss < first.loss
     assert places.train(name, samples=1280) == run
-
-
-@pytest.mark.parametrize(
-    ("own", "slower"),
-    # Of AdamW, SGD and an added one: 3 in the mean, rounded to a quarter power of two. A plan is
-    # not made longer for those that are faster.
-    [(1.0, 2 ** (6 / 4)), (9.0, 1.0)],
-)
-def test_the_mean_time_of_a_step_slows_the_plan_down(monkeypatch, own, slower):
-    clock, trainer = {"now": 0.0}, make_trainer()
-
-    def stepping(model, lr, seconds):
-        """Backward takes no time here, and a step so many seconds."""
-
-        class Stepping(torch.optim.SGD):
-            def step(self, closure=None):
-                clock["now"] += seconds
-
-        return Stepping(model.parameters(), lr=lr)
-
-    seconds = {"adamw": 1.0, "sgd": 2.0, "lans": 6.0}
-    timed = {n: replace(KNOWN[n], make=partial(stepping, seconds=s)) for n, s in seconds.items()}
-    trainer.optimizer = stepping(trainer.model, 0.1, own)
-    monkeypatch.setattr("steadygrad.studies.compare.trials._clock", lambda trainer: clock["now"])
-    assert slowdown(trainer, timed) == slower

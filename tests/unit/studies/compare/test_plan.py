@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.plan import LEVELS, make_plan, make_trials
+from steadygrad.studies.compare.plan import make_plan, make_trials
 from steadygrad.studies.compare.schema import Run, Settings, Traits
 from steadygrad.studies.compare.search import Search, center
 from steadygrad.studies.folder import Results
@@ -50,16 +50,6 @@ def test_the_plan_fits_its_budget_and_uses_it(budget, workers, batches):
         assert horizon >= 8 * 4 * multiple
 
 
-def test_more_time_gives_longer_runs_then_seeds():
-    plans = [plan_for(budget) for budget in (60, 120, 600, 3600, 4 * 3600)]
-    longest, seeds = [plan.horizons[2] for plan in plans], [plan.seeds for plan in plans]
-    assert [seeds[0], *seeds, seeds[-1]] == [3, *sorted(seeds), 10]
-    assert longest[0] < longest[1] < longest[2] < longest[-1]
-    for plan in plans:
-        steps = {(seeds, full): steps for seeds, full, steps in LEVELS}
-        assert plan.horizons[2] // plan.batch_size >= steps[plan.seeds, plan.full]
-
-
 @pytest.mark.parametrize(
     ("batches", "workers", "names"), [("1", 1, NAMES), ("1,4", 2, NAMES), ("1,3,5", 1, NAMES[:2])]
 )
@@ -89,14 +79,9 @@ def test_seeds_may_be_given():
 @pytest.mark.parametrize(
     ("budget", "settings", "match"),
     [
-        (60, {"samples": 100_000}, "fewer --samples, or"),
         (7200, {"samples": 400, "batches": "1,4"}, "--samples should be at least 512"),
         (3600, {"seeds": 1}, "--seeds"),
-        (60, {"seeds": 25, "samples": 1 << 20}, "--samples, fewer --seeds"),
-        *(
-            (300, {"batches": text}, "--batches")
-            for text in ("2", "1,4,3", "1,1", "1,,4", "1,2000")
-        ),
+        *((300, {"batches": text}, "--batches") for text in ("2", "1,4,3", "1,,4", "1,2000")),
     ],
 )
 def test_settings_that_no_plan_can_have(budget, settings, match):

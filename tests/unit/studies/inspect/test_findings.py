@@ -294,9 +294,6 @@ def test_nothing_is_proposed_where_nothing_can_be_said():
 # Remarks
 
 NAN = "the loss is not finite, and NaN is there"
-BUG = schema.Cut(
-    name="2 + 2", bug="batch", words="it depends on others.", sizes=(2, 2), ratio=1.0, cosine=1.0
-)
 
 
 def effect(name, **layers):
@@ -306,11 +303,7 @@ def effect(name, **layers):
 @pytest.mark.parametrize(
     ("finding", "shown"),
     [
-        (schema.Unfinished(), ["budget", "--resume"]),
-        (Shortened(steps=64), ["64", "200", "--steps"]),
         (Forward(causes={"x": 1, NAN: 2}, count=3, steps=9), [f"n 2 steps {NAN}; in 1 s"]),
-        (Forward(causes={"x": 3}, count=3, steps=9), ["3 steps x", "bfloat16"]),
-        (schema.Accumulated(bugs=(BUG,)), ["2 + 2", BUG.words]),
         (
             Remedy(loss="lower"),
             ['LayerwiseGradScaler(model, {"early": 2.0**21}, init_scale=2.0**8)'],
@@ -320,7 +313,6 @@ def effect(name, **layers):
             effect("limiting", **dict.fromkeys("abcdef", 3)),
             ["a (3 steps), b (3 steps), c (3 steps) and 3 more layers"],
         ),
-        (effect("limiting", **{"": 3, "a": 1}), ["rest of the model (3 steps) and a (1 step)"]),
     ],
 )
 def test_every_finding_has_a_remark_with_its_values(finding, shown):

@@ -6,10 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from steadygrad.studies.folder import Results, read_run
+from steadygrad.studies.folder import read_run
 from steadygrad.studies.inspect import plan, scalers
-from steadygrad.studies.inspect.schema import Accumulation, Effect, Forward, Part, Proposal
-from steadygrad.studies.inspect.trials import trials_of
+from steadygrad.studies.inspect.schema import Accumulation, Effect, Forward, Proposal
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.studies.page import render
 from steadygrad.studies.strict_json import dumps
@@ -93,28 +92,6 @@ def test_a_layer_with_a_scale_of_its_own_backs_off_alone(tmp_path, monkeypatch):
     assert skipped > 1
     moved = {"": 8.0, "last": 12.0 - skipped}
     assert after[-1].scales == {**dict.fromkeys(after[-1].scales, 0.0), **moved}
-
-
-def test_what_each_trial_needs_and_is_told(whole):
-    """So that a worker needs nothing but its job and the checkpoints."""
-    outcome, monitor = whole
-    run = read_run(outcome.folder)
-    trials = {trial.key: trial for trial in trials_of(run.header, run.results)}
-    assert run.header.plan.work == sum(trial.cost for trial in trials.values())
-    assert monitor.total == monitor.done == 48 * 4 + 2 * math.ceil(64 / 3)
-    # In the order in which workers may have ended them.
-    measured = [part for part in run.select(Part) if part.phase != "after"][::-1]
-    job, proposal = trials["part", "after", 5].job(Results(measured)), outcome.summary.proposal
-    assert job.pop("loss_scale") == proposal.loss_scale
-    assert job.pop("layer_scales") == proposal.layer_scales
-    assert job == {"kind": "part", "phase": "after", "part": 5}
-    # The first two trainings do not wait for each other; the third waits for both.
-    needs = {key: {*trial.needs} for key, trial in trials.items()}
-    assert needs["part", "before", 0] == needs["part", "search", 0] == set()
-    assert needs["part", "search", 5] == {("part", "search", 4)}
-    assert needs["phase", "before"] == {("part", "before", 7)}
-    assert needs["part", "after", 0] == {part.key for part in measured}
-    assert needs["phase", "after"] >= {("part", "after", 7)}
 
 
 def test_a_model_without_parts_is_one_layer(tmp_path):
