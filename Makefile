@@ -23,10 +23,10 @@ compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge the
 	$(BIN)/steadygrad compare --budget 5m
 
 test: $(VENV)/.installed  ## all tests but the slow ones, in a few minutes
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" --ignore tests/integrations
 
 test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, statistics of many replicates
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow --ignore tests/integrations
 
 test-integrations: $(VENV)/.integrations  ## the adapters, in the trainers themselves
 	STEADYGRAD_ALL_TRAINERS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/integrations

@@ -12,7 +12,7 @@ from steadygrad.optim import base
 from tests.distributed.optim_models import CODED, FLOAT32, feed, whole
 from tests.distributed.ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 # Uneven rows, rows of two blocks, empty shards, and a vector that has no codes.
 SHAPES = {"uneven": (5, 300), "empty": (1, 70), "vector": (7,), "cube": (3, 2, 40)}
 LAYOUTS = {
@@ -66,7 +66,7 @@ def compared(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_codes_are_those_of_one_process(world, tmp_path):
     for found in on_ranks(world, compared, tmp_path):
         for key, row in found.items():

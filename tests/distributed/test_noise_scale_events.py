@@ -15,7 +15,7 @@ from steadygrad.noise import NoiseScale
 from tests.distributed.ranks import in_turn
 from tests.distributed.training import MICRO, loss_of, make_model, sample, shard
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def refusal(function, *arguments, **options):

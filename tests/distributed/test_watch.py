@@ -13,7 +13,7 @@ from steadygrad.watch import GradientWatch, check_accumulation
 from tests.distributed.ranks import in_turn
 from tests.unit.watch.nets import FAULTS, data, make, mse
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def build():

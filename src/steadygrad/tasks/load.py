@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -51,14 +51,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     path, name = _split(spec)
     folder = str(path.parent)
     # Python imports one module of each name: of two checkouts it would be the first one's.
-    for other in FOLDERS - {folder}:
-        for file in _imported(Path(other)):
-            own = path.parent / file.relative_to(other)
-            if own.is_file():
-                raise InputError(
-                    f"Expected modules of other names than {str(file)!r}, which is imported. Found "
-                    f"{str(own)!r}. Remedy: another process; in `steadygrad ab` commands."
-                )
+    for file, other in _imported(FOLDERS - {folder}).items():
+        own = path.parent / file.relative_to(other)
+        if own.is_file():
+            raise InputError(
+                f"Expected modules of other names than {str(file)!r}, which is imported. Found "
+                f"{str(own)!r}. Remedy: another process; in `steadygrad ab` commands."
+            )
     FOLDERS.add(folder)
     sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
     importlib.invalidate_caches()
@@ -80,16 +79,17 @@ def load_function(spec: str) -> Callable[..., Any]:
 def sources(spec: str) -> list[Path]:
     """The file of a function that was loaded, and all files beside it that were imported so far."""
     path, _ = _split(spec)
-    return [path, *sorted(_imported(path.parent) - {path})]
+    return [path, *sorted(_imported({str(path.parent)}).keys() - {path})]
 
 
-def _imported(folder: Path) -> set[Path]:
-    found = set()
+def _imported(folders: Collection[str]) -> dict[Path, str]:
+    """Files that were imported from some folders, each with its folder."""
+    found, known = {}, {os.path.join(folder, ""): folder for folder in folders}
     for name, module in list(sys.modules.items()):
-        place = os.path.join(folder, name.replace(".", os.sep))
-        files = [f"{place}.py", f"{place}{os.sep}__init__.py"]
-        if isinstance(module, ModuleType) and vars(module).get("__file__") in files:
-            found.add(Path(module.__file__ or ""))
+        file = str(vars(module).get("__file__")) if isinstance(module, ModuleType) else ""
+        for end in (".py", f"{os.sep}__init__.py"):
+            if folder := known.get(file.removesuffix(name.replace(".", os.sep) + end)):
+                found[Path(file)] = folder
     return found
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from steadygrad.cli import main
-from tests.unit.cli.quick import quick, run_program, tiny
+from tests.unit.cli.quick import quick, tiny
 from tests.unit.studies.conftest import one_thread  # noqa: F401
 
 # A study chooses by itself unless these say otherwise; the tests' machines differ.
@@ -43,15 +43,14 @@ def refused(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """A complete run, its summary from stdout, and what went to stderr."""
+    """The folder of a complete run."""
     folder = tmp_path_factory.mktemp("cli") / "run"
-    arguments = ["advise", tiny("talkative"), "--json", *PLAIN, "--out", str(folder)]
-    code, out, err = run_program(*arguments)
-    assert code == 0, err
-    return folder, out, err
+    with quick():
+        assert main(["advise", tiny("talkative"), "--quiet", *PLAIN, "--out", str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture
 def folder(whole, tmp_path):
     """A copy of the complete run."""
-    return shutil.copytree(whole[0], tmp_path / "run")
+    return shutil.copytree(whole, tmp_path / "run")

@@ -43,8 +43,11 @@ def test_debug_shows_the_task_s_own_traceback(capsys):
     assert err.splitlines()[-1].startswith("steadygrad: ")
 
 
-def test_json_alone_is_on_stdout(whole):
-    folder, out, err = whole
+def test_json_alone_is_on_stdout(tmp_path):
+    folder = tmp_path / "run"
+    words = ["advise", tiny("talkative"), "--json", *PLAIN, "--out", str(folder)]
+    code, out, err = run_program(*words)
+    assert code == 0, err
     assert json.loads(out) == summary_of(folder)
     assert "a task may print what it likes" in err
     assert "work done" in err
@@ -86,9 +89,9 @@ def test_a_complete_run_is_printed_and_drawn_again(folder, capsys):
     ],
 )
 def test_options_that_disagree_with_the_record(whole, refused, words, found):
-    before = contents(whole[0])
-    assert found in refused("advise", "--resume", str(whole[0]), *shlex.split(words))
-    assert contents(whole[0]) == before
+    before = contents(whole)
+    assert found in refused("advise", "--resume", str(whole), *shlex.split(words))
+    assert contents(whole) == before
 
 
 def test_a_page_that_cannot_be_written_costs_no_result(folder, capsys):
@@ -151,6 +154,7 @@ def test_without_a_comparison_there_is_no_advice(ended_after, name, flags, tmp_p
     assert (tmp_path / "run/report.html").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("number", "code", "status"),
     [
@@ -169,9 +173,10 @@ def test_a_run_that_was_cut_short_is_reported_and_goes_on(
     assert summary_of(folder)["status"] == status
     assert (folder / "report.html").stat().st_size > 1000
     assert main(["advise", "--resume", str(folder), "--budget", "1h"]) == 0
-    assert (folder / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
+    assert (folder / "summary.json").read_bytes() == (whole / "summary.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_pipe_in_place_of_the_checkpoints_is_not_waited_for(tmp_path):
     folder = tmp_path / "run"
     assert main(["compare", tiny(), *STUDIES["compare"], *PLAIN, "--out", str(folder)]) == 0

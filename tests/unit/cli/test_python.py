@@ -28,6 +28,7 @@ def generators():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
     found = steadygrad.advise(make_task(), budget="2m", out=tmp_path / "run", **PLAIN)
     assert capsys.readouterr() == ("", "")
@@ -49,6 +50,7 @@ def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
     assert read_run(found.folder).header.settings.budget == 120
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys):
     # A shell's background job begins with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -67,6 +67,7 @@ def mixed(types):
 
 
 # Of each kernel the variant with the most options.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "types"),
     [

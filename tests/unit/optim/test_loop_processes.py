@@ -144,6 +144,7 @@ def test_loops_are_made_anew_where_any_of_their_parts_changes():
         assert {place.parent / f"{part.replace('.', '/')}.py" for part in parts} <= known
 
 
+@pytest.mark.slow
 def test_numba_is_loaded_with_the_first_step_alone():
     """But what remembers the process is there from the start: a step may come after a fork."""
     loaded = "[n in sys.modules for n in ('numba', 'steadygrad.optim.loops')]"

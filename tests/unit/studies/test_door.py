@@ -257,6 +257,7 @@ def test_dependent_batches_are_not_cut():
         trainer.fit_micro_batch(32)
 
 
+@pytest.mark.slow
 def test_a_study_of_dependent_losses_measures_no_noise_scale_and_says_so(tmp_path):
     """Its record knows it, so that a resumed study goes on alike."""
     begin(tmp_path / "run", "dependent", at=1500)

@@ -177,6 +177,7 @@ def pools(tmp_path, monkeypatch):
     sys.modules.pop("pools_of_mine", None)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_or_without_an_executor(whole, pools, tmp_path):
     folder = tmp_path / "run"
     begin(folder, at=400)

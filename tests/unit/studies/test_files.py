@@ -48,6 +48,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_file_wherever_it_is_resumed(home, whole, tmp_path, monkeypatch):
     header = read_run(tmp_path / "run").header
     assert {*header.files[SPEC]} == {"mine.py", "scale_of_mine.py"}

@@ -80,6 +80,7 @@ def test_a_complete_run_is_not_run_again(whole, tmp_path):
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_trained_anew_only_where_it_cannot_be_trusted(cut, whole, tmp_path):
     folder = copy(cut, tmp_path / "run")
     _, watcher = part(folder, 200)

@@ -136,6 +136,7 @@ def test_workers_do_the_work_and_convert_nothing(workers):
     assert (os.getpid() in processes) == (workers == 0)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_one_line():
     made = batches(made_by(breaks), ORDER, CPU, 1)
     assert [next(made).tolist(), next(made).tolist()] == [[3, 1], [2]]

@@ -315,7 +315,7 @@ def test_half_a_quotation_in_a_record_is_refused(tmp_path, capsys):
     assert "No closing quotation" in capsys.readouterr().err
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_study_leaves_no_command_and_goes_on_to_the_same_runs(number, workers, tmp_path):

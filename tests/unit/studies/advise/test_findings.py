@@ -87,7 +87,7 @@ def random_record(seed):
     return header, results, summarize(header, results, status)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", range(0, 160, 20))
 def test_no_finding_contradicts_a_number(first):
     for seed in range(first, first + 20):

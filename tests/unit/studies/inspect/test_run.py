@@ -104,6 +104,7 @@ def test_a_model_without_parts_is_one_layer(tmp_path):
 CAUSE = "the forward pass of 'blocks.1' made the first values that are not finite"
 
 
+@pytest.mark.slow
 def test_a_forward_pass_that_overflows_is_the_first_finding_and_moves_no_scale(tmp_path):
     outcome = look(tmp_path / "run", spec("overflowing"), steps=64)
     found, parts = outcome.summary, parts_of(outcome.folder, "before")
@@ -127,6 +128,7 @@ def test_no_step_is_finite(tmp_path):
     assert [part.loss for part in parts_of(outcome.folder)] == [None] * 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "nan"), [("unlabelled", True), ("lossless", False)])
 def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path):
     found = look(tmp_path / "run", spec(factory), steps=64).summary
@@ -136,6 +138,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path
     assert found.diagnosis.nonfinite_at_any_scale == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
 def test_accumulation(factory, bug, tmp_path):
     run = read_run(look(tmp_path / "run", spec(factory), accumulation=True).folder)
@@ -145,7 +148,7 @@ def test_accumulation(factory, bug, tmp_path):
     assert len(said["bugs"]) == bool(bug)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "kept", "lost"),
     [
