@@ -26,9 +26,12 @@ from importlib import import_module
 from pathlib import Path
 
 from kill_mutants import SOURCE, draw, git, history, place_of, planted
+from side_by_side import save
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, DRAWN = 20, 420
+# Why nothing kills a fault that is left.
+REASONS = Path(__file__).with_name("kill_survivors.json")
 # Tests and files that a fault meets at most, and seconds to collect a file. So many tests say as
 # surely as more that a file is about a line.
 MOST, FILES, FILE_COST, ENOUGH = 300, 8, 0.5, 20
@@ -449,19 +452,41 @@ def matrix_of(work):
 
 
 def compare(work, file, workers, seconds):
-    """Tries a table's killed faults once more, and says which of them nothing kills now."""
-    known = json.loads(file.read_text())
-    mutants = [mutant for mutant in known["mutants"] if is_killed(mutant)]
-    for mutant in mutants:
+    """Tries a table's faults once more: what of it is killed now, and why the rest is not."""
+    known, reasons = json.loads(file.read_text()), json.loads(REASONS.read_text())
+    for mutant in known["mutants"]:
+        mutant["was_killed"] = is_killed(mutant)
         mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
-    (work / "after.json").write_text(json.dumps(mutants))
+    (work / "after.json").write_text(json.dumps(known["mutants"]))
     start(work, workers, seconds, "after")
     rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
-    lost = [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
-    left = [mutant for mutant in lost if mutant["by"] in ("", "untested")]
-    gone = sum(mutant["by"] == "gone" for mutant in lost)
-    print(f"{len(lost)} killed before; {gone} are gone with their code, {len(left)} now survive.")
-    print(table(["fault", "place", "change", "tests"], map(row_of, left)))
+    tried = [mutant | rows[mutant["id"]] for mutant in known["mutants"] if mutant["id"] in rows]
+    rooms = defaultdict(list)
+    for mutant in tried:
+        rooms[mutant["room"]].append(mutant)
+    head = ["room", "faults", "killed before", "killed now", "no longer killed", "code is gone"]
+    by_room = [[room, *fates(own)] for room, own in sorted(rooms.items())]
+    left = [m for m in tried if not is_killed(m) and m["by"] != "gone"]
+    listed = [[*row_of(m), reasons.get(m["id"], "")] for m in sorted(left, key=lambda m: m["id"])]
+    commit = git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
+    return f"""# Kill matrix, once more
+
+{len(tried)} of {len(known["mutants"])} faults of `{file.name}`, on the tests of commit {commit}.
+
+{table(head, [*by_room, ["all", *fates(tried)]])}
+
+## Survivors
+
+{table(["fault", "place", "change", "tests", "reason"], listed)}
+"""
+
+
+def fates(mutants):
+    """Faults, those killed before and now, those no longer killed, and those without code."""
+    there = [mutant for mutant in mutants if mutant["by"] != "gone"]
+    lost = sum(mutant["was_killed"] and not is_killed(mutant) for mutant in there)
+    before = sum(mutant["was_killed"] for mutant in mutants)
+    return len(mutants), before, sum(map(is_killed, there)), lost, len(mutants) - len(there)
 
 
 if __name__ == "__main__":
@@ -488,15 +513,16 @@ if __name__ == "__main__":
         start(options.work, options.workers, options.seconds, "run")
     if options.survivors:
         start(options.work, options.workers, options.seconds, "survivors")
+    today = datetime.date.today().isoformat()
     if options.after:
-        compare(options.work, options.after, options.workers, options.seconds)
-    if options.table or options.save:
-        today = datetime.date.today().isoformat()
+        text = compare(options.work, options.after, options.workers, options.seconds)
+        print(text)
+        if options.save:
+            save("kill-matrix-after", text, today)
+    elif options.table or options.save:
         text = text_of(options.work, today)
         print(text)
         if options.save:
-            from side_by_side import save
-
             path = save("kill-matrix", text, today)
             matrix = json.dumps(matrix_of(options.work), separators=(",", ":"))
             path.with_suffix(".json").write_text(matrix + "\n")
