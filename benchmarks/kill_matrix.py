@@ -5,7 +5,7 @@ are written down. `--after` says what of a table's faults the tests of today no 
 
 Run: python benchmarks/kill_matrix.py --cover --draw --run --table [--save]
      python benchmarks/kill_matrix.py --cover --after benchmarks/results/DATE-kill-matrix.json
-`--run` and `--after` go on where they were; `--survivors` tries more tests where none has killed.
+`--run` and `--after` go on where they were. What survives `--after` meets slow tests, too.
 """
 
 import argparse
@@ -51,9 +51,6 @@ ROOMS = {
 }
 # Numba's cache knows a compiled loop by its own file, not by those that it calls.
 COMPILED = ("optim/loops/", "optim/codes.py", "optim/passes.py", "_rule.py")
-
-
-# --- Coverage ------------------------------------------------------------------------------------
 
 
 def copy_of(work, number):
@@ -115,7 +112,6 @@ class Suite:
     """The fast tests: seconds, and the lines that each covers."""
 
     def __init__(self, work):
-        self.time = (work / "lines.json").stat().st_mtime
         found = json.loads((work / "lines.json").read_text())
         self._tests, self._sets, self._lines = found["tests"], found["sets"], found["lines"]
         self.cost, self.failed, passed = Counter(), set(), set()
@@ -199,9 +195,6 @@ def homes(room):
 
 def rows_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-# --- Runs ----------------------------------------------------------------------------------------
 
 
 def run_tests(copy, tests, limit, options=()):
@@ -292,28 +285,21 @@ def work_off(work, number, workers, seconds, mode):
     for name in HEAVY:
         with suppress(ImportError):
             import_module(name)
-    found = {row["id"]: row for row in rows_of(work / "results.jsonl")}
-    out = work / f"{'results' if mode == 'run' else mode}.jsonl"
+    is_after = mode == "after"
+    out, options = work / ("after.jsonl" if is_after else "results.jsonl"), ("-x",) * is_after
     done = {row["id"] for row in rows_of(out)}
-    mutants = work / ("after.json" if mode == "after" else "mutants.json")
-    for mutant in json.loads(mutants.read_text())[number::workers]:
-        if (work / "lines.json").stat().st_mtime > suite.time:  # more is known
-            suite = Suite(work)
-        row = found.get(mutant["id"], {})
-        if mutant["id"] in done or (mode == "survivors" and row.get("killers", True)):
-            continue
-        tests, options = [], () if mode == "run" else ("-x",)
+    mutants = json.loads((work / ("after.json" if is_after else "mutants.json")).read_text())
+    for mutant in [one for one in mutants[number::workers] if one["id"] not in done]:
+        tests = []
         if planted(copy, mutant) is not None:
             # Loops are compiled anew, which takes longer than the tests.
             tests = suite.tests_of(copy, mutant, seconds / (4 if is_compiled(mutant) else 1))
-        if mode == "survivors":
-            tests = [test for test in tests if test not in row["ran"]]
-        if mode == "after":
+        if is_after:
             known = [test for test in mutant["killers"] if test in suite.usable]
             first = suite.spread(known, seconds / 2, mutant["room"]) if known else []
             tests = [*dict.fromkeys([*first, *tests])]
         row = attempt(copy, mutant, tests, seconds, options)
-        if mode != "run" and row["by"] in ("", "untested"):
+        if is_after and row["by"] in ("", "untested"):
             slow = [
                 str(f.relative_to(copy)) for h in homes(mutant["room"]) for f in copy.glob(h + "*")
             ]
@@ -328,25 +314,14 @@ def work_off(work, number, workers, seconds, mode):
 
 def start(work, workers, seconds, mode):
     """Runs the workers, each with a copy of its own."""
+    given = ["--work", str(work), "--workers", str(workers), "--seconds", str(seconds)]
     processes = []
     for number in range(workers):
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--work",
-            str(work),
-            "--worker",
-            str(number),
-            mode,
-        ]
-        command += ["--workers", str(workers), "--seconds", str(seconds)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(number), mode]
         where = environment(work, copy_of(work, number))
-        processes.append(subprocess.Popen(command, env=where))
+        processes.append(subprocess.Popen([*command, *given], env=where))
     for process in processes:
         process.wait()
-
-
-# --- Tables --------------------------------------------------------------------------------------
 
 
 def draw_all(work):
@@ -358,11 +333,8 @@ def draw_all(work):
 
 
 def found_in(work):
-    """Mutants with what is known of them; tests of a second look count, too."""
+    """Mutants with what is known of them."""
     rows = {row["id"]: row for row in rows_of(work / "results.jsonl")}
-    for row in rows_of(work / "survivors.jsonl"):
-        if row["killers"]:
-            rows[row["id"]] |= {"by": row["by"], "killers": row["killers"], "late": True}
     mutants = json.loads((work / "mutants.json").read_text())
     return [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
 
@@ -376,13 +348,16 @@ def table(head, rows):
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def of_groups(mutants, name):
+def of_groups(mutants, name, head, count):
+    """A line of numbers for each value of a field, and one for all."""
     groups = defaultdict(list)
     for mutant in mutants:
         groups[mutant[name]].append(mutant)
-    rows = [[name, *counts(own)] for name, own in sorted(groups.items())]
-    head = [name, "faults", "killed", "survive", "untested", "median of killers"]
-    return table(head, [*rows, ["all", *counts(mutants)]])
+    rows = [[value, *count(own)] for value, own in sorted(groups.items())]
+    return table([name, *head], [*rows, ["all", *count(mutants)]])
+
+
+COUNTED = ("faults", "killed", "survive", "untested", "median of killers")
 
 
 def counts(mutants):
@@ -390,6 +365,16 @@ def counts(mutants):
     untested = sum(mutant["by"] in ("untested", "gone") for mutant in mutants)
     middle = sorted(killed)[len(killed) // 2] if killed else "-"
     return len(mutants), len(killed), len(mutants) - len(killed) - untested, untested, middle
+
+
+FATES = ("faults", "killed before", "killed now", "no longer killed", "code is gone")
+
+
+def fates(mutants):
+    there = [mutant for mutant in mutants if mutant["by"] != "gone"]
+    lost = sum(mutant["was_killed"] and not is_killed(mutant) for mutant in there)
+    before = sum(mutant["was_killed"] for mutant in mutants)
+    return len(mutants), before, sum(map(is_killed, there)), lost, len(mutants) - len(there)
 
 
 def row_of(mutant):
@@ -404,37 +389,22 @@ def row_of(mutant):
     return [mutant["id"], place, change, len(mutant.get("ran", ()))]
 
 
+def commit_of(work):
+    return git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
+
+
 def text_of(work, today):
     mutants, suite = found_in(work), Suite(work)
     drawn = [mutant for mutant in mutants if mutant["kind"] != "history"]
     past = [mutant for mutant in mutants if mutant["kind"] == "history"]
-    kills, ran = Counter(), Counter()
-    for mutant in mutants:
-        kills.update(mutant["killers"] if mutant["by"] == "test" else ())
-        ran.update(mutant.get("ran", ()))
-    alone = {m["killers"][0] for m in mutants if len(m["killers"]) == 1}
-    files = defaultdict(list)
-    for test in ran:
-        files[test.partition("::")[0]].append(test)
-    by_file = [
-        [f"`{file}`", len(own), sum(ran[t] for t in own), sum(kills[t] for t in own)]
-        for file, own in sorted(files.items())
-    ]
-    commit = git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
     head = f"""# Kill matrix, {today}
 
-Commit {commit}, {len(suite.usable)} fast tests that pass, {sum(suite.cost.values()):,.0f} seconds.
+Commit {commit_of(work)}, {len(suite.usable)} fast tests that pass.
 Each fault meets tests that cover its lines, the shortest of eight files at most in turns."""
-    tests = f"""{len(ran)} tests met a fault, {sum(kills[t] > 0 for t in ran)} killed one;
-{len(alone)} are the only killer of one. Meetings: pairs of a test and a fault."""
-    rows = [row_of(m) for m in mutants if not is_killed(m)]
-    late = [[*row_of(m)[:3], m["by"]] for m in mutants if is_killed(m) and m["by"] != "test"]
-    parts = [head, "## Drawn", of_groups(drawn, "room"), of_groups(drawn, "kind")]
-    parts += ["## Mended faults put back", of_groups(past, "room"), "## Tests", tests]
-    parts += [table(["file", "tests", "meetings", "kills"], by_file)]
-    rows = [[*row, ""] for row in sorted(rows)]
-    parts += ["## Survivors", table(["fault", "place", "change", "tests", "reason"], rows)]
-    parts += ["## Killed otherwise", table(["fault", "place", "change", "by"], late)]
+    parts = [head, "## Drawn", *(of_groups(drawn, by, COUNTED, counts) for by in ("room", "kind"))]
+    parts += ["## Mended faults put back", of_groups(past, "room", COUNTED, counts)]
+    left = sorted(row_of(mutant) for mutant in mutants if not is_killed(mutant))
+    parts += ["## Survivors", table(["fault", "place", "change", "tests"], left)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -461,19 +431,13 @@ def compare(work, file, workers, seconds):
     start(work, workers, seconds, "after")
     rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
     tried = [mutant | rows[mutant["id"]] for mutant in known["mutants"] if mutant["id"] in rows]
-    rooms = defaultdict(list)
-    for mutant in tried:
-        rooms[mutant["room"]].append(mutant)
-    head = ["room", "faults", "killed before", "killed now", "no longer killed", "code is gone"]
-    by_room = [[room, *fates(own)] for room, own in sorted(rooms.items())]
     left = [m for m in tried if not is_killed(m) and m["by"] != "gone"]
     listed = [[*row_of(m), reasons.get(m["id"], "")] for m in sorted(left, key=lambda m: m["id"])]
-    commit = git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
     return f"""# Kill matrix, once more
 
-{len(tried)} of {len(known["mutants"])} faults of `{file.name}`, on the tests of commit {commit}.
+{len(tried)} of {len(known["mutants"])} faults of `{file.name}`, tests of commit {commit_of(work)}.
 
-{table(head, [*by_room, ["all", *fates(tried)]])}
+{of_groups(tried, "room", FATES, fates)}
 
 ## Survivors
 
@@ -481,17 +445,9 @@ def compare(work, file, workers, seconds):
 """
 
 
-def fates(mutants):
-    """Faults, those killed before and now, those no longer killed, and those without code."""
-    there = [mutant for mutant in mutants if mutant["by"] != "gone"]
-    lost = sum(mutant["was_killed"] and not is_killed(mutant) for mutant in there)
-    before = sum(mutant["was_killed"] for mutant in mutants)
-    return len(mutants), before, sum(map(is_killed, there)), lost, len(mutants) - len(there)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in ("cover", "draw", "run", "survivors", "table"):
+    for name in ("cover", "draw", "run", "table"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--after", type=Path)
@@ -511,8 +467,6 @@ if __name__ == "__main__":
         draw_all(options.work)
     if options.run:
         start(options.work, options.workers, options.seconds, "run")
-    if options.survivors:
-        start(options.work, options.workers, options.seconds, "survivors")
     today = datetime.date.today().isoformat()
     if options.after:
         text = compare(options.work, options.after, options.workers, options.seconds)

@@ -187,7 +187,7 @@ def lines_edit(file, lines, first, stop, after):
     }
 
 
-def draw(root, seed, count, least=8):
+def draw(root, seed, count):
     """Mutants of all rooms, in proportion to the lines that can be changed."""
     rooms = defaultdict(lambda: defaultdict(list))
     for path in sorted((root / SOURCE).rglob("*.py")):
@@ -201,7 +201,7 @@ def draw(root, seed, count, least=8):
     random_, mutants = random.Random(seed), []
     for room, kinds in sorted(rooms.items()):
         places = {kind: random_.sample(found, len(found)) for kind, found in sorted(kinds.items())}
-        wanted = max(least, round(count * weight[room] / sum(weight.values())))
+        wanted = max(8, round(count * weight[room] / sum(weight.values())))
         seen, number = set(), 0
         while number < wanted and any(places.values()):
             # By kind first: nearly every line could be deleted.

@@ -72,7 +72,3 @@ class Reports:
 
     def pytest_runtest_logreport(self, report):
         self.write(report.nodeid, report.when, report.outcome, round(report.duration, 4))
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.write(report.nodeid, "collect", "failed", 0.0)

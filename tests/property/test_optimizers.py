@@ -11,7 +11,7 @@ from tests.property.fuzz import live
 from tests.property.machine import MODES, OPTIMIZERS, STATES
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
 @pytest.mark.filterwarnings("ignore:Expected finite gradients")
 @pytest.mark.filterwarnings("ignore:Expected a parameter sharded once")
