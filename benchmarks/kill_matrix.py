@@ -5,7 +5,7 @@ are written down. `--after` says what of a table's faults the tests of today no 
 
 Run: python benchmarks/kill_matrix.py --cover --draw --run --table [--save]
      python benchmarks/kill_matrix.py --cover --after benchmarks/results/DATE-kill-matrix.json
-`--run` and `--after` go on where they were. What survives `--after` meets slow tests, too.
+`--run` and `--after` go on where they were. What survives `--after` meets all tests of its room.
 """
 
 import argparse
@@ -45,6 +45,7 @@ HEAVY = (
 ROOMS = {
     "optim/loops": ("unit/optim/test_loop", "unit/optim/test_fused", "property/"),
     "optim/kernels": ("unit/optim/test_kernels",),
+    "studies": ("unit/studies/test_", "unit/cli/test_", "unit/studies/"),
     "optim": ("unit/optim/", "golden/test_optim", "contracts/", "property/"),
     "top level": ("unit/test_", "distributed/test_"),
     "integrations": ("integrations/",),
@@ -249,8 +250,8 @@ def is_compiled(mutant):
     return any(part in edit["file"] for edit in mutant["edits"] for part in COMPILED)
 
 
-def attempt(copy, mutant, tests, seconds, options=()):
-    """Plants a mutant, runs tests, and restores the files with their times."""
+def attempt(copy, mutant, tests, limit, options=()):
+    """Plants a mutant, runs tests for some seconds, and restores the files with their times."""
     texts, began = planted(copy, mutant), time.monotonic()
     if texts is None or not tests:
         return {"id": mutant["id"], "by": "gone" if texts is None else "untested", "killers": []}
@@ -261,8 +262,7 @@ def attempt(copy, mutant, tests, seconds, options=()):
     try:
         for file, text in texts.items():
             (copy / file).write_text(text)
-        limit = 5 * seconds + (500 if folder else 120)
-        killers, ran, by = run_tests(copy, tests, limit, options)
+        killers, ran, by = run_tests(copy, tests, limit + (380 if folder else 0), options)
     finally:
         # The same times as before: what was compiled of the file holds again.
         for file, (data, stat) in before.items():
@@ -298,13 +298,12 @@ def work_off(work, number, workers, seconds, mode):
             known = [test for test in mutant["killers"] if test in suite.usable]
             first = suite.spread(known, seconds / 2, mutant["room"]) if known else []
             tests = [*dict.fromkeys([*first, *tests])]
-        row = attempt(copy, mutant, tests, seconds, options)
+        row = attempt(copy, mutant, tests, 5 * seconds + 120, options)
         if is_after and row["by"] in ("", "untested"):
-            slow = [
-                str(f.relative_to(copy)) for h in homes(mutant["room"]) for f in copy.glob(h + "*")
-            ]
-            slow = [file for file in slow if Path(file).name.startswith("test_")]
-            row = attempt(copy, mutant, slow, seconds, ("-x", "-m", "slow"))
+            # All tests of its room, also those for which there was no time, and slow ones.
+            files = [f for h in homes(mutant["room"]) for f in sorted(copy.glob(h + "*"))]
+            whole = [str(f.relative_to(copy)) for f in files if f.name.startswith("test_")]
+            row = attempt(copy, mutant, whole, 6 * seconds, options)
             if row["by"] == "time limit":  # they may take as long without a fault
                 row |= {"by": "", "killers": []}
         with out.open("a") as file:
