@@ -2,11 +2,10 @@
 
 import pytest
 
-from steadygrad.optim import codes
+from tests.contracts.problems import small_codes
 
 
 @pytest.fixture(autouse=True)
-def small_parameters_are_coded(monkeypatch):
-    """Matrices, that is: vectors and numbers have rows of one element, and never are."""
-    monkeypatch.setattr(codes, "LEAST", 1)
-    monkeypatch.setattr(codes, "SHORTEST", 2)
+def small_parameters_are_coded():
+    with small_codes():
+        yield

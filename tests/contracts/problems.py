@@ -1,21 +1,35 @@
 """Parameters and gradients that the contracts are tried on."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from steadygrad.optim import codes
 from tests.rounding import ROUNDINGS, assert_alike
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NARROW = DTYPES[2:]
 every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SHAPES = [(8, 4), (4,), (), (1,), (3, 2, 2), (0, 3), (8, 4)]
+
+
+@contextmanager
+def small_codes() -> Iterator[None]:
+    """Small matrices have moments in eight bits too, where an optimizer is asked for them.
+
+    Vectors and numbers have rows of one element, and never have them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "LEAST", 1)
+        patch.setattr(codes, "SHORTEST", 2)
+        yield
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -63,11 +77,15 @@ def assert_same(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-def assert_rounded_alike(
-    ours: Optimizer, theirs: Optimizer, *, weights: bool = True, roundings: int = ROUNDINGS
-) -> None:
+def hooks_of(module: nn.Module) -> int:
+    """Number of hooks on its weights, and on it and the modules within."""
+    weights = sum(len(p._backward_hooks or ()) for p in module.parameters())
+    return weights + sum(len(m._forward_hooks | m._forward_pre_hooks) for m in module.modules())
+
+
+def assert_rounded_alike(ours: Optimizer, theirs: Optimizer, *, roundings: int = ROUNDINGS) -> None:
     """Weights and states of two optimizers are equal but for the rounding of the states' types."""
-    both = [_by_type(optimizer, weights) for optimizer in (ours, theirs)]
+    both = [_by_type(optimizer) for optimizer in (ours, theirs)]
     for dtype, found in both[0].items():
         # Where float64 is not rounded in between, the compiler takes b v + (1 - b) g^2 for
         # g^2 + b (v - g^2), whose roundings are 1 / (1 - b) times larger: a thousand.
@@ -75,14 +93,14 @@ def assert_rounded_alike(
         assert_alike(found, both[1][dtype], within=dtype, roundings=count)
 
 
-def _by_type(optimizer: Optimizer, weights: bool) -> dict[torch.dtype, list[tuple[str, Tensor]]]:
+def _by_type(optimizer: Optimizer) -> dict[torch.dtype, list[tuple[str, Tensor]]]:
     """Names and tensors by the type that they were computed in."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {torch.float64: [], torch.float32: []}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         state = {name: t for name, t in optimizer.state[p].items() if name != "skipped"}
         exact = state["exp_avg_sq"].dtype if "exp_avg_sq" in state else torch.float32
         exact = torch.float32 if exact is torch.uint8 else exact
-        for name, t in (state | ({"weight": p} if weights else {})).items():
+        for name, t in (state | {"weight": p}).items():
             # Norms are kept in float32 for every type, and the threshold is taken from them.
             found[torch.float32 if name.startswith("model_norm") else exact].append((name, t))
     return found

@@ -52,7 +52,7 @@ def trained(entry):
     return params, optimizer
 
 
-def assert_refused(optimizer, params, saved, match=None):
+def assert_refused(optimizer, params, saved, match):
     before = snapshot(optimizer, params)
     options = copy.deepcopy([{**g, "params": 0} for g in optimizer.param_groups])
     with pytest.raises(ValueError, match=match):
@@ -149,10 +149,11 @@ def test_states_that_are_missing_exchanged_or_of_another_optimizer(entry):
             assert_refused(optimizer, params, saved, name.removesuffix("_exponents"))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0], saved["state"][4] = saved["state"][4], saved["state"][0]
-    assert_refused(optimizer, params, saved)
+    assert_refused(optimizer, params, saved, "shape")
     adam = torch.optim.AdamW(params)
     adam.step()
-    for other in (adam, entry(params[:2])):
-        assert_refused(optimizer, params, other.state_dict())
+    # Adan has three betas.
+    assert_refused(optimizer, params, adam.state_dict(), "`state_dict` of|`betas`")
+    assert_refused(optimizer, params, entry(params[:2]).state_dict(), "size of optimizer's group")
     for part in ({}, {"state": {}}, {"param_groups": []}, {"state": [], "param_groups": {}}):
-        assert_refused(optimizer, params, part)
+        assert_refused(optimizer, params, part, "`state_dict` with param_groups")

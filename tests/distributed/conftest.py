@@ -1,12 +1,10 @@
 import pytest
 
-from steadygrad.optim import codes
-from tests.distributed.ranks import code_small_parameters
+from tests.contracts.problems import small_codes
 
 
 @pytest.fixture(autouse=True)
-def _small_parameters_have_codes(monkeypatch):
+def _small_parameters_have_codes():
     """In this process as on all ranks."""
-    for name in ("LEAST", "SHORTEST"):
-        monkeypatch.setattr(codes, name, getattr(codes, name))
-    code_small_parameters()
+    with small_codes():
+        yield

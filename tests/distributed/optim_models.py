@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 BATCH = 8
+# Of LAMB: smaller than gradients are.
+MOST_NORM = 0.1
 
 
 def lans(params, **mode):
@@ -21,7 +23,7 @@ def lans(params, **mode):
 
 
 def lamb(params, **mode):
-    return LAMB(params, lr=1e-2, weight_decay=0.05, max_grad_norm=0.1, **mode)
+    return LAMB(params, lr=1e-2, weight_decay=0.05, max_grad_norm=MOST_NORM, **mode)
 
 
 def scaled_adam(params, **mode):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from steadygrad._checks import InputError
-from steadygrad.optim import codes
+from tests.contracts.problems import small_codes
 
 # One process reads torch in, and every rank is a copy of it: that takes seconds otherwise, each.
 mp.get_context("forkserver").set_forkserver_preload(
@@ -108,11 +108,6 @@ def _studies(rank: int, world: int, folder: str, calls: list[Callable[[], Any]])
     return found
 
 
-def code_small_parameters() -> None:
-    """Parameters of tests have moments in eight bits, where an optimizer is asked for them."""
-    codes.LEAST, codes.SHORTEST = 1, 2
-
-
 def _meet(rank: int, world: int, path: str, timeout: timedelta | None = None) -> None:
     store = dist.FileStore(path, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
@@ -123,11 +118,11 @@ def _entry(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
-    code_small_parameters()
     if not alone:
         _meet(rank, world, f"{folder}/store")
     try:
-        result = function(rank, world, *args)
+        with small_codes():
+            result = function(rank, world, *args)
         Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
         if dist.is_initialized():  # a study leaves the processes by itself
             dist.barrier()

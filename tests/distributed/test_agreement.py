@@ -265,7 +265,11 @@ def everything(rank, world):
 
 
 # Four processes take three times as long as two.
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+four_processes = pytest.mark.parametrize("results", [FOUR], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[2, FOUR])
 def results(request, tmp_path_factory):
     """By check what each process found, by case."""
     ranks = on_ranks(request.param, everything, tmp_path_factory.mktemp(f"{request.param}"))
@@ -326,16 +330,18 @@ def test_states_that_are_laid_out_otherwise(results):
             assert "mesh" in refused
 
 
+@four_processes
 def test_experts_on_parts_of_a_mesh_are_not_mixed(results):
     """Each has norms of its own, and the step of a run without sharding."""
-    for cases in results.get("experts", ()):
+    for cases in results["experts"]:
         for split, alone in cases:
             assert split == pytest.approx(alone, rel=1e-5)
 
 
+@four_processes
 def test_copies_stay_alike_beside_tensors_that_differ(results):
     """Joint norms and skipped steps reach the copies of a tensor, too."""
-    for cases in results.get("copies", ()):
+    for cases in results["copies"]:
         assert cases == results["copies"][0]
         for skipped, weights in (run for found in cases for run in found):
             assert skipped == 1.0

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -18,8 +17,10 @@ from tests.distributed.ranks import in_turn
 from tests.distributed.training import make_model, shard
 from tests.unit.balance.problems import (
     WEIGHTS,
+    Aggregator,
     Scaler,
     averages_of,
+    by_products,
     draw,
     go_back,
     losses_of,
@@ -34,14 +35,6 @@ ITEMS = 3
 STEPS = 5
 PAIR = {"a": 1.0, "b": 2.0}
 WRAP = {"ddp": DistributedDataParallel, "fsdp": shard}
-
-
-class ByProducts(nn.Module):
-    """A stand-in for TorchJD's aggregators: it looks at inner products alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.gramian_weighting = lambda products: 1 + products.sum(0)
 
 
 def batch(step, world):
@@ -111,7 +104,7 @@ CASES = [
     ("ddp", "backward", {"batch_independent": True}, "one"),
     ("ddp", "fork", {}, "one"),
     ("ddp", "backward", {}, "all"),
-    ("fsdp", "fork", {"combine": ByProducts()}, "one"),
+    ("fsdp", "fork", {"combine": Aggregator(by_products)}, "one"),
 ]
 
 
@@ -161,21 +154,15 @@ def groups(rank, world):
     return found
 
 
-class Drawing(ByProducts):
-    """Weighs at random, as PCGrad does by the order it draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.gramian_weighting = lambda products: torch.rand(len(products)).double()
-
-
 def apart(rank, world):
     """Allowed differences between processes: groups and random numbers."""
     if rank == 0:
         # torch names a group by how many this process is in.
         dist.new_group([0], use_local_synchronization=True)
     torch.manual_seed(rank)
-    balancer = LossBalancer(dict.fromkeys(WEIGHTS, 1.0), combine=Drawing(), monitor=True)
+    # It weighs at random, as PCGrad does by the order it draws.
+    drawing = Aggregator(lambda products: torch.rand(len(products)).double())
+    balancer = LossBalancer(dict.fromkeys(WEIGHTS, 1.0), combine=drawing, monitor=True)
     leaf = draw(2, 5, seed=rank).requires_grad_()
     ys = balancer.fork(leaf * 1)
     factors = {"l1": 1.0, "l2": 100.0, "adv": 0.01}
@@ -199,13 +186,6 @@ def step(balancer, rank=0, call="fork", **options):
     except InputError as error:
         return str(error)
     return None
-
-
-class Halves:
-    """An aggregator of inner products."""
-
-    def gramian_weighting(self, products):
-        return products.new_full((len(products),), 0.5)
 
 
 def called(returned):
@@ -269,7 +249,7 @@ def other_options(rank, call):
         "lag": True,
         "monitor": True,
         "per_batch_item": False,
-        "combine": Halves(),
+        "combine": Aggregator(by_products),
     }
     weights = [{"a": 1.0, "c": 2.0}, {"a": 1.0}, dict(reversed(PAIR.items()))]
     cases = [("options", own, {}) for own in weights]

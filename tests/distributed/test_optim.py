@@ -21,6 +21,7 @@ from tests.distributed.optim_models import (
     FLOAT32,
     LAYOUTS,
     MAKERS,
+    MOST_NORM,
     difference,
     local,
     loss_of,
@@ -82,7 +83,6 @@ def trajectories(rank, world):
         reference = make("none")
         optimizer = maker(reference.parameters())
         train(reference, optimizer, range(STEPS))
-        clipped = optimizer.state[reference.gain].get("num_clipped", torch.ones(()))
         expected = numbers_of(optimizer.diagnostics(top=99))
         for layout in LAYOUTS[world]:
             model = make(layout)
@@ -92,7 +92,6 @@ def trajectories(rank, world):
                     bad_step(model, optimizer, step, layout)
                 train(model, optimizer, [step], layout)
             found[f"{name} {layout}"] = {
-                "clipped": float(clipped),
                 "skipped": float(optimizer.skipped),
                 "difference": difference(model, reference),
                 "reports": [numbers_of(optimizer.diagnostics(top=99)), expected],
@@ -232,14 +231,17 @@ def test_equals_the_unsharded_run_without_the_bad_steps(results):
         assert list(rank) == runs
         for key, run in rank.items():
             assert run["skipped"] == len(BAD), key
-            # Clipping is part of it: gradients were above the threshold at least once.
-            assert run["clipped"] > 0
             if key in cut:
                 continue
             # float32 sums over shards in another order, 20 steps of 1e-2.
             assert run["difference"] < 1e-6, key
             report, expected = run["reports"]
             assert len(report) >= 3
+            # Clipping is part of it: gradients were above the threshold, LAMB's at the end.
+            if key.startswith("scaled_adam"):
+                assert expected["/0/clipped"] > 0
+            elif key.startswith("lamb"):
+                assert expected["/0/gradient_norm"] > MOST_NORM
             expected["/0/skipped"] = len(BAD)
             assert report == pytest.approx(expected, rel=1e-4, abs=1e-7), key
 

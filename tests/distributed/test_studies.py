@@ -92,8 +92,7 @@ def apart(folder):
 
 def small(folder, add):
     """A comparison with a plan of its own, for a budget that is too small for any answer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
+    with framework.speed_in_a_moment():
         settings = schema.Settings(
             task=tiny("shared"), add=add, optimizers="muon", budget=4.5, **CHOSEN
         )

@@ -1,6 +1,7 @@
 """ScaledAdam and LANS repeat what icefall and MXNet computed."""
 
 import pytest
+from tests.contracts.table import MODES
 from tests.golden.trajectories import HERE, Trajectory
 
 from steadygrad.optim import LANS, ScaledAdam
@@ -11,13 +12,11 @@ LANS_FILES = sorted(file.stem for file in HERE.glob("lans-*.npz"))
 # The README's tolerances. `step-bounds` decays by the already updated weight where the fused form,
 # and this one, take the weight before; `fp16-master` takes the weight's norm from its fp16 copy.
 LANS_TOLERANCE = {"lans-step-bounds": 2e-4, "lans-fused-fp16-master": 1e-3}
-# One parameter at a time equals the second to the bit: `contracts/test_modes` holds it to that.
-MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 
 
 def scaled_adam_tolerance(name: str) -> float:
-    # A tenth of the README's: roundings of another order of sums, over some dozens of steps. The
-    # zipformer recipe keeps float32 state in float64 runs too.
+    # Roundings of another order of sums, over some dozens of steps. The zipformer recipe keeps
+    # float32 state in float64 runs too.
     if "float64" not in name:
         return 2e-6
     return 1e-6 if "zipformer" in name else 1e-14

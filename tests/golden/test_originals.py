@@ -1,14 +1,13 @@
 """The noise scale, the balancer and the layer-wise scaler repeat what the originals computed."""
 
 import ast
-import json
 from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.golden.trajectories import HERE
+from tests.golden.trajectories import HERE, read
 from torch import nn
 
 from steadygrad import LossBalancer
@@ -25,12 +24,6 @@ def files(kind):
     """Tries a test on every file of a kind."""
     found = sorted(HERE.glob(f"{kind}-*.npz"))
     return pytest.mark.parametrize("file", found, ids=lambda file: file.stem)
-
-
-def read(file):
-    with np.load(file) as opened:
-        arrays = {name: opened[name] for name in opened.files}
-    return arrays, json.loads(str(arrays.pop("config")))
 
 
 def test_all_files_are_here():

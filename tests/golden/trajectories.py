@@ -12,6 +12,13 @@ from torch import Tensor
 HERE = Path(__file__).parent
 
 
+def read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a golden file, and what it was made with."""
+    with np.load(file) as opened:
+        arrays = {name: opened[name] for name in opened.files}
+    return arrays, json.loads(str(arrays.pop("config")))
+
+
 @dataclass
 class Trajectory:
     """A golden file of an optimizer: initial values, gradients, and what became of the values."""
@@ -21,9 +28,8 @@ class Trajectory:
 
     @classmethod
     def read(cls, name: str) -> "Trajectory":
-        with np.load(HERE / f"{name}.npz") as file:
-            arrays = {key: file[key] for key in file.files}
-        return cls(json.loads(str(arrays.pop("config"))), arrays)
+        arrays, config = read(HERE / f"{name}.npz")
+        return cls(config, arrays)
 
     @property
     def names(self) -> list[str]:

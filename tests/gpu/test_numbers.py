@@ -10,13 +10,14 @@ import torch
 from adan import Adan
 from torch import nn
 
-from steadygrad.optim import LANS, ScaledAdam, codes
+from steadygrad.optim import LANS, ScaledAdam
 from steadygrad.scale import LayerwiseGradScaler
 from tests.contracts.problems import (
     assert_same,
     every_type,
     give_gradients,
     parameters,
+    small_codes,
     snapshot,
     tensors_of,
 )
@@ -29,10 +30,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _small_codes(monkeypatch):
-    """As the contracts have it: parameters of tests are small."""
-    monkeypatch.setattr(codes, "LEAST", 1)
-    monkeypatch.setattr(codes, "SHORTEST", 2)
+def _small_parameters_have_codes():
+    with small_codes():
+        yield
 
 
 @pytest.fixture

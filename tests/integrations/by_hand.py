@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from steadygrad.noise import BatchSizeSchedule
 
-IGNORED = -100
+IGNORED, VOCABULARY = -100, 31
 # Rows of a micro-batch, micro-batches and steps that the trainers train with, and processes.
 ROWS, ACCUMULATION, STEPS, RANKS = 2, 4, 6, 2
 
@@ -28,7 +28,7 @@ def gpt2():
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
         bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
@@ -39,13 +39,13 @@ def adamw(model, lr=1e-2):
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 
 
-def token_batches(count, rows=2, length=12, vocabulary=31, seed=0):
+def token_batches(count, rows=2, length=12):
     """Batches of tokens whose labels are padded, each row by another length."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
         # Some tokens are much more frequent, so that there is something to learn at once.
-        tokens = (torch.rand(rows, length, generator=generator) ** 3 * vocabulary).long()
+        tokens = (torch.rand(rows, length, generator=generator) ** 3 * VOCABULARY).long()
         kept = torch.randint(3, length + 1, (rows, 1), generator=generator)
         labels = torch.where(torch.arange(length) < kept, tokens, IGNORED)
         batches.append({"input_ids": tokens, "labels": labels})
@@ -78,18 +78,6 @@ def next_tokens(logits, labels, reduction="mean"):
     """Cross-entropy of the next tokens, in float32."""
     flat, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
     return cross_entropy(flat, targets, ignore_index=IGNORED, reduction=reduction)
-
-
-def hooks_of(module):
-    """Number of hooks on its weights, and on it and the modules within."""
-    weights = sum(len(p._backward_hooks or ()) for p in module.parameters())
-    return weights + sum(len(m._forward_hooks | m._forward_pre_hooks) for m in module.modules())
-
-
-def assert_same(found, wanted):
-    """Two models have the same weights to the bit."""
-    for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(mine, other)
 
 
 def assert_measured(noise, expected):
@@ -152,8 +140,8 @@ class NoiseByHand:
               |G|^2 = |\sum_j w_j g_j|^2 - \mathrm{tr} \sum_j w_j^2 / n_j
     """
 
-    def __init__(self, decay=0.99):
-        self.decay, self.signals, self.noises = decay, [], []
+    def __init__(self):
+        self.signals, self.noises = [], []
 
     def step(self, gradients, weights, counts):
         """Takes in the parts' mean gradients, their weights, which sum to 1, and sample counts."""
@@ -167,7 +155,7 @@ class NoiseByHand:
 
     def average(self, numbers):
         """Average over the steps, the newest with a weight of 1."""
-        weights = [self.decay**age for age in range(len(numbers) - 1, -1, -1)]
+        weights = [0.99**age for age in range(len(numbers) - 1, -1, -1)]
         return sum(w * x for w, x in zip(weights, numbers, strict=True)) / sum(weights)
 
     @property

@@ -14,6 +14,7 @@ from steadygrad._checks import InputError
 from steadygrad.noise import BatchSizeSchedule
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
+from tests.contracts.problems import assert_same, hooks_of
 from tests.distributed.ranks import on_ranks
 from tests.integrations import by_hand
 from tests.integrations.by_hand import ACCUMULATION, GROWS, RANKS, ROWS, STEPS, token_batches
@@ -153,7 +154,7 @@ def test_resumes_to_the_bit_between_windows_that_grow(tmp_path):
     assert again.windows == [6, 6, 5]
     assert float(whole.logged[-1]["steadygrad/batch_size"]) == 12
     assert int(kept.noise.estimate().measurements) == 10
-    by_hand.assert_same(again, whole)
+    assert_same(again.parameters(), whole.parameters())
     assert torch.equal(loaded.noise.state_dict()["ring"], kept.noise.state_dict()["ring"])
     assert other.scaler.state_dict() == plugin.scaler.state_dict()
     # A checkpoint before the first step keeps what was loaded.
@@ -202,8 +203,8 @@ def test_another_model_has_a_scaler_of_its_own(tmp_path):
         scalers.append(plugin.scaler)
     assert scalers[0] is not scalers[1]
     assert scalers[1] is scalers[2]
-    assert by_hand.hooks_of(modules[0]) == 0
-    assert by_hand.hooks_of(modules[1]) > 0
+    assert hooks_of(modules[0]) == 0
+    assert hooks_of(modules[1]) > 0
     assert plugin.scaler.get_scales()["model.transformer.h.0"] == 2.0 ** (6 + 1)
 
 
@@ -252,7 +253,7 @@ class Ends(Module):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 5:
-            assert by_hand.hooks_of(self) > len([*self.parameters()])
+            assert hooks_of(self) > len([*self.parameters()])
             raise ZeroDivisionError
         return super().training_step(batch, batch_idx)
 
@@ -261,10 +262,10 @@ def test_hooks_leave_the_model_with_training(tmp_path):
     callbacks = NoiseScaleCallback(), GradientWatchCallback()
     module, ending, data = Module(), Ends(), loader(token_batches(2 * ACCUMULATION))
     make_trainer(tmp_path, *callbacks).fit(module, data)
-    assert by_hand.hooks_of(module) == 0
+    assert hooks_of(module) == 0
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, NoiseScaleCallback(), GradientWatchCallback()).fit(ending, data)
-    assert by_hand.hooks_of(ending) == 0
+    assert hooks_of(ending) == 0
 
 
 def test_other_strategies_are_refused():

@@ -13,6 +13,7 @@ from steadygrad.balance import LossBalancer
 from steadygrad.noise import BatchSizeSchedule
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
+from tests.contracts.problems import assert_same, hooks_of
 from tests.distributed.ranks import on_ranks
 from tests.integrations import by_hand
 from tests.integrations.by_hand import ACCUMULATION, RANKS, ROWS, STEPS, chunks, token_batches
@@ -126,7 +127,7 @@ def train_on_rank(rank, world, folder):
     trainer, again = (make_trainer(folder, batches, options=options) for _ in range(2))
     trainer.train()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    by_hand.assert_same(again.model, trainer.model)
+    assert_same(again.model.parameters(), trainer.model.parameters())
     assert again.noise.estimate().as_dict() == trainer.noise.estimate().as_dict()
     return by_hand.found_on_rank(trainer.noise)
 
@@ -198,7 +199,7 @@ def test_a_schedule_resumes_to_the_bit(tmp_path):
     for steps in (3, 7, 8):
         again = trained(str(tmp_path / f"checkpoint-{steps}"))
         assert history(again) == history(whole)
-        by_hand.assert_same(again.model, whole.model)
+        assert_same(again.model.parameters(), whole.model.parameters())
         assert torch.equal(again.noise.state_dict()["ring"], whole.noise.state_dict()["ring"])
     saved = torch.load(tmp_path / "checkpoint-3" / "steadygrad-state.pt", weights_only=True)
     assert saved["noise"]["steps"] == 3
@@ -209,7 +210,7 @@ def test_each_training_has_a_history_of_its_own(tmp_path):
     for _ in range(2):
         trainer.train()
         assert int(trainer.noise.estimate().measurements) == STEPS
-        assert int(trainer.noise.altered) == by_hand.hooks_of(trainer.model) == 0
+        assert int(trainer.noise.altered) == hooks_of(trainer.model) == 0
     assert trainer.findings == []
 
 
@@ -252,7 +253,7 @@ def test_a_planted_fault_is_named_once(tmp_path):
     assert [(found.kind, found.name) for found in trainer.findings] == [
         ("gradient", "transformer.h.0.mlp.act")
     ]
-    assert by_hand.hooks_of(trainer.model) == 0
+    assert hooks_of(trainer.model) == 0
 
 
 ODD = BatchSizeSchedule([{"from_samples": 0, "batch_size": 5}])
@@ -333,7 +334,7 @@ def test_balanced_losses_are_those_of_a_loop_by_hand(tmp_path):
     assert logs(trainer)[-1]["steadygrad/balancer/target_size"] == 0.75
     again = make_balanced(tmp_path, batches)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    by_hand.assert_same(again.model, trainer.model)
+    assert_same(again.model.parameters(), trainer.model.parameters())
 
 
 def test_noise_of_balanced_losses_is_that_of_a_loop_by_hand(tmp_path):
@@ -366,7 +367,7 @@ def test_float16_by_layers_is_that_of_a_loop_by_hand(tmp_path):
     by_hand.assert_measured(trainer.noise, expected)
     assert trainer.accelerator.scaler.get_scales()["transformer.h.0"] == 2.0 ** (6 + STEPS // 2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    by_hand.assert_same(again.model, trainer.model)
+    assert_same(again.model.parameters(), trainer.model.parameters())
 
 
 @pytest.mark.parametrize("noise_scale", [False, True])
@@ -379,10 +380,10 @@ def test_each_model_of_model_init_has_a_scaler(noise_scale, tmp_path):
         models.append(trainer.model)
         states.append(trainer.accelerator.scaler.state_dict())
         assert not noise_scale or int(trainer.noise.estimate().measurements) == STEPS
-    assert by_hand.hooks_of(models[0]) == 0
-    assert by_hand.hooks_of(models[1]) > 0
+    assert hooks_of(models[0]) == 0
+    assert hooks_of(models[1]) > 0
     assert states[0] == states[1]
-    by_hand.assert_same(*models)
+    assert_same(*(model.parameters() for model in models))
 
 
 def test_an_overflow_is_skipped_and_the_learning_rate_waits(tmp_path):
@@ -398,7 +399,7 @@ def test_an_overflow_is_skipped_and_the_learning_rate_waits(tmp_path):
     assert int(trainer.noise.skipped) == 1
     assert trainer.accelerator.optimizer_step_was_skipped
     assert trainer.lr_scheduler.last_epoch == 0
-    by_hand.assert_same(trainer.model, make_model())
+    assert_same(trainer.model.parameters(), make_model().parameters())
 
 
 def test_the_pages_code_trains(tmp_path):

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
+from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.contracts.problems import small_codes
 from tests.property.oracle import StepOracle, assert_kept, everything
 
 __all__ = ["MODES", "OPTIMIZERS", "STATES", "OptimizerMachine"]
@@ -96,13 +97,13 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.threads, self.least = torch.get_num_threads(), (codes.LEAST, codes.SHORTEST)
-        # Small parameters, which make for many steps, have codes too.
-        codes.LEAST, codes.SHORTEST = 1, 2
+        self.threads, self.patched = torch.get_num_threads(), small_codes()
+        # Small parameters make for many steps.
+        self.patched.__enter__()
 
     def teardown(self) -> None:
         torch.set_num_threads(self.threads)
-        codes.LEAST, codes.SHORTEST = self.least
+        self.patched.__exit__(None, None, None)
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1), masters=st.booleans())
     def make(self, data: Any, seed: int, masters: bool) -> None:

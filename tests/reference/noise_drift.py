@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
+# Of the interval; of the tests for drift, whose fewest measurements are these.
+LEVEL, ALARM, HINT, LEAST = 0.95, 0.01, 0.35, 32
+
 
 class Present(NamedTuple):
     value: float
@@ -33,7 +36,7 @@ def correlation_time(series, weights, lags):
     return 1 + 2 * (total + last * decay / (1 - decay))
 
 
-def fieller(noise, signal, weights, level, lags):
+def fieller(noise, signal, weights, lags):
     """Ratio of the weighted averages, its interval, and their effective number."""
     share = weights / weights.sum()
     a, b = share @ noise, share @ signal
@@ -43,7 +46,7 @@ def fieller(noise, signal, weights, level, lags):
     cov = (share * d) @ d.T / (1 - 1 / count) / effective
     if effective < 3:
         return a / b, 0.0, np.inf
-    q = scipy.stats.t.ppf((1 + level) / 2, effective - 1)
+    q = scipy.stats.t.ppf((1 + LEVEL) / 2, effective - 1)
     # The ratios r with (a - r b)² <= q² (v_aa - 2 r v_ab + r² v_bb): the roots of a parabola.
     A, B, C = b * b - q**2 * cov[1, 1], a * b - q**2 * cov[0, 1], a * a - q**2 * cov[0, 0]
     roots = np.sort(np.roots([A, -2 * B, C]).real)
@@ -83,28 +86,28 @@ def differ_at(noise, signal, alarm, tau):
     return abs(score) > scipy.stats.t.ppf(1 - alarm / 2, max(degrees, 2))
 
 
-def present(noise, signal, weights, capacity, *, level=0.95, alarm=0.01, hint=0.35, least=32):
+def present(noise, signal, weights, capacity):
     """Newest-first series, all of positive weight, to the estimate that `NoiseScale` gives.
 
     `capacity` is the length of the ring, which sets the number of tests that share the level.
     """
     n, age, lags = len(noise), np.arange(len(noise)), max(capacity // 4, 1)
     tests = 1
-    while capacity / 2**tests >= least:
+    while capacity / 2**tests >= LEAST:
         tests += 1
-    steady, drifting = least, False
+    steady, drifting = LEAST, False
     tau = short_memory(noise, signal)
     # From the smallest window to the whole: each that shows no drift may stand for the newest.
     for k in reversed(range(tests)):
         inside = age < n / 2**k
-        if n / 2**k >= least and not drifting:
-            drifting = differ_at(noise[inside], signal[inside], alarm / tests, tau)
+        if n / 2**k >= LEAST and not drifting:
+            drifting = differ_at(noise[inside], signal[inside], ALARM / tests, tau)
             steady = steady if drifting else n / 2**k
     new = age < steady / 4
-    part = fieller(noise[new], signal[new], weights[new], level, lags)
+    part = fieller(noise[new], signal[new], weights[new], lags)
     if drifting:
         return Present(*part, new.sum(), weights[new] @ age[new] / weights[new].sum(), True)
-    value, low, high = fieller(noise, signal, weights, level, lags)
-    if n >= least and differ_at(noise, signal, hint, tau):
+    value, low, high = fieller(noise, signal, weights, lags)
+    if n >= LEAST and differ_at(noise, signal, HINT, tau):
         low, high = min(low, part[1]), max(high, part[2])
     return Present(value, low, high, n, weights @ age / weights.sum(), False)

@@ -13,13 +13,11 @@ class Trace:
     def __init__(self, model):
         self.tensors = []  # (what, name, copy) in the order of execution
         self.given = []  # kept, so that none takes another's place
-        self.handles = []
         for name, module in model.named_modules():
-            hooks = [module.register_forward_hook(lambda _, __, y, name=name: self.see(name, y))]
+            module.register_forward_hook(lambda _, __, y, name=name: self.see(name, y))
             if not [*module.children()]:
                 enter = lambda _, args, name=name: self.enter(name, args)
-                hooks.append(module.register_forward_pre_hook(enter))
-            self.handles += hooks
+                module.register_forward_pre_hook(enter)
 
     def enter(self, name, args):
         for x in args:
@@ -39,7 +37,3 @@ class Trace:
             if not torch.isfinite(tensor).all():
                 return what, name
         return None
-
-    def remove(self):
-        for handle in self.handles:
-            handle.remove()

@@ -8,12 +8,10 @@ from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale
 from steadygrad.optim import LANS, ScaledAdam
 from steadygrad.scale import LayerwiseGradScaler
-from tests.unit.scale.training import Model, batch
+from tests.unit.scale.training import SCALES, Model, batch
 
 TOOLS = ["noise", "balancer", "layerwise", "ScaledAdam", "LANS"]
 STEPS, MICRO, SAMPLES = 5, 3, 6
-# Scales inside scales, which grow while the loop runs.
-SCALES = {"a": 2.0**10, "b": 2.0**7, "b.1": 2.0**3}
 
 
 class Loop:
@@ -90,7 +88,7 @@ class Loop:
 @pytest.mark.parametrize("order", ["scaled", "unscaled"])
 @pytest.mark.parametrize(
     "tools",
-    [TOOLS, ["noise", "balancer"], ["noise", "layerwise"], ["balancer", "layerwise", "LANS"]],
+    [TOOLS, ["noise", "balancer"], ["balancer", "layerwise", "LANS"]],
     ids="-".join,
 )
 def test_tools_together_do_what_they_do_without_loss_scales(tools, order):

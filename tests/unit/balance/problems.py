@@ -11,16 +11,17 @@ CALLS = pytest.mark.parametrize("call", ["backward", "fork"])
 CLOSE = {"rtol": 1e-11, "atol": 1e-14}
 
 
-def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 TARGET = draw(4, 7, seed=1)
 
 
-def make_model(dtype=torch.float64):
+def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 7)).to(dtype)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 7)).double()
 
 
 def losses_of(ys, target=TARGET):
@@ -120,3 +121,8 @@ class Aggregator(nn.Module):
     def __init__(self, weigh):
         super().__init__()
         self.gramian_weighting = weigh
+
+
+def by_products(products):
+    """Weighs each gradient by how much all of them point its way."""
+    return 1 + products.sum(0)

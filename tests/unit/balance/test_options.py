@@ -13,6 +13,7 @@ from tests.unit.balance.problems import (
     Scaler,
     assert_same_state,
     averages_of,
+    by_products,
     changed,
     draw,
     go_back,
@@ -35,11 +36,6 @@ def rows_of(y, weights):
         balancer = LossBalancer({name: 1.0}, total_norm=weight / total)
         rows.append(gradient_handed_on(balancer, lambda ys, k=name: losses_of({k: ys[k]}), y))
     return torch.stack(rows).flatten(1)
-
-
-def by_products(products):
-    """Weighs each gradient by how much all of them point its way."""
-    return 1 + products.sum(0)
 
 
 @CALLS

@@ -31,8 +31,8 @@ def three_steps(balancer):
     return torch.stack([gradient_handed_on(balancer, losses_of, s * draw(4, 7)) for s in (1, 5, 2)])
 
 
-def make_used(weights=WEIGHTS, **options):
-    balancer = LossBalancer(weights, **options)
+def make_used(**options):
+    balancer = LossBalancer(WEIGHTS, **options)
     three_steps(balancer)
     return balancer
 

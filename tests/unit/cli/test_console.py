@@ -97,7 +97,7 @@ def test_work_of_others_and_work_that_is_not_needed_tell_no_speed(skipped, secon
     assert monitor.task.time_remaining == seconds
 
 
-def test_which_monitor(monkeypatch, capsys):
+def test_a_terminal_has_a_bar_and_lines_above_it(monkeypatch, capsys):
     monkeypatch.setattr(Console, "is_terminal", True)
     with make_monitor(True, lambda: 90.0) as monitor:
         monitor.begin(100, 10)

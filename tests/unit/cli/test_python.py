@@ -18,14 +18,10 @@ from steadygrad.studies.folder import read_run, write_result
 from steadygrad.studies.run import _alone
 from steadygrad.studies.strict_json import dumps
 from tests.unit.cli.quick import tiny
-from tests.unit.studies.framework import contents, environment, timeless
+from tests.unit.studies.framework import contents, environment, generators, timeless
 from tests.unit.studies.tiny_task import make_task
 
 PLAIN = {"device": "cpu", "threads": 1, "progress": False}
-
-
-def generators():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 @pytest.mark.slow
@@ -51,9 +47,10 @@ def test_a_task_object_gives_the_numbers_of_its_factory(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys, request):
     # A shell's background job begins with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     folder, tasks, killed = tmp_path / "run", [make_task(), make_task()], []
     whole = steadygrad.advise(make_task(), out=tmp_path / "whole", **PLAIN)
 
@@ -79,9 +76,9 @@ def test_ctrl_c_ends_it_and_the_same_task_goes_on(tmp_path, monkeypatch, capsys)
     assert found.to_dict() == whole.to_dict()
     assert timeless(folder) == timeless(whole.folder)
     # A complete run needs no task.
-    before = contents(folder)
+    kept = contents(folder)
     assert steadygrad.advise(resume=folder, progress=False).summary == found.summary
-    assert contents(folder) == before
+    assert contents(folder) == kept
 
 
 @pytest.mark.parametrize(

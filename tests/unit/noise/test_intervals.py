@@ -191,13 +191,11 @@ def test_forgotten_values_do_not_count_as_correlated():
 
 
 @pytest.mark.parametrize(("phi", "least"), [(0.5, 0.925), (0.9, 0.88), (0.97, 0.84)])
-def test_interval_knows_of_autocorrelation(phi, least, capsys):
+def test_interval_knows_of_autocorrelation(phi, least):
     """Autocorrelated measurements: without the effective number, coverage would be far lower."""
     x = autoregressive(phi, REPLICATES, 300)
     noise, signal = 10 + x, 2 + 0.2 * autoregressive(phi, REPLICATES, 300, seed=1)
     share = covered(ratio_of_averages(noise, signal), 5.0)
-    with capsys.disabled():
-        print(f" [autocorrelation {phi}: covered {share:.2%}] ")
     # Short series of slow processes cannot know their own slowness fully: hence `least`.
     assert least <= share <= 0.97
 

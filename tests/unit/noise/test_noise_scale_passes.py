@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
+from tests.contracts.problems import hooks_of
 from tests.unit.noise.training_loop import (
     COUNTS,
     Preconditioned,
@@ -177,19 +178,15 @@ def test_large_gradients_are_not_held_and_yet_compared():
 def test_an_estimator_that_ends_leaves_no_hooks(source, ends):
     model, x, y = make()
 
-    def hooks():
-        of_modules = sum(len(m._forward_hooks) for m in model.modules())
-        return of_modules + sum(len(p._backward_hooks or ()) for p in model.parameters())
-
     noise = NoiseScale(model, source=source)
     accumulate(model, x, y, noise)
-    assert hooks() > 0
+    assert hooks_of(model) > 0
     if ends == "removed":
         noise.remove()
     else:
         del noise
         gc.collect()
-    assert hooks() == 0
+    assert hooks_of(model) == 0
 
 
 @pytest.mark.parametrize("source", ["microbatch", "per_example"])

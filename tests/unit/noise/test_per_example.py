@@ -64,8 +64,8 @@ class Tiny(nn.Module):
         return self.head(x).flatten(1).sum(1).tanh() + self.small(dots).squeeze(1)
 
 
-def rows_of(positions: int, batch: int = BATCH) -> Tensor:
-    return torch.randint(0, ROWS, (batch, positions))
+def rows_of(positions: int) -> Tensor:
+    return torch.randint(0, ROWS, (BATCH, positions))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

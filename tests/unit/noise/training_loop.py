@@ -106,9 +106,9 @@ class Preconditioned(torch.optim.SGD):
             self.state[p] = {"exp_avg_sq": torch.ones_like(p), **state}
 
 
-def synthetic(noise_scale, dim=64):
+def synthetic(noise_scale):
     """A model whose per-sample gradient is N(G, Σ) with |G| = 1 and tr(Σ) = noise_scale."""
-    generator = torch.Generator().manual_seed(0)
+    dim, generator = 64, torch.Generator().manual_seed(0)
     g = torch.randn(dim, generator=generator, dtype=torch.float64)
     g /= g.norm()
     model = nn.Linear(dim, 1, bias=False).double()

@@ -15,28 +15,20 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam, checks, skipping
 from steadygrad.optim.skipping import SkipMonitor
-from tests.contracts.problems import assert_same, snapshot
+from tests.contracts.problems import assert_same, give_gradients, run, snapshot
+from tests.contracts.table import MODES
 from tests.covering import covering
 
 KINDS = [LAMB, LANS, ScaledAdam]
-MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
-each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def trained(kind, mode, **options):
     draw = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((4, 3), (5,))]
     optimizer = kind(params, lr=0.01, **mode, **options)
-    for _ in range(2):
-        fill(params)
-        optimizer.step()
-    fill(params)
+    run(optimizer, params, range(2))
+    give_gradients(params, 2, none=False)
     return params, optimizer
-
-
-def fill(params):
-    for p in params:
-        p.grad = torch.linspace(-1, 2, p.numel(), dtype=p.dtype).view(p.shape)
 
 
 def assert_refused(params, optimizer, match, error=InputError):
@@ -102,9 +94,7 @@ def test_a_step_that_is_not_ready_for_a_graph(case, monkeypatch):
         monkeypatch.setattr(module, "is_capturing", lambda: now[0])
     groups = [{"params": [p], **o} for p, o in zip(params, NOT_READY[case], strict=True)]
     optimizer = LANS(groups, capturable=True)
-    for _ in range(2):
-        fill(params)
-        optimizer.step()
+    run(optimizer, params, range(2))
     now[0] = True
     assert_refused(params, optimizer, case.split()[0], RuntimeError)
     # A plain number is meant to hold, once all groups say so.
@@ -146,7 +136,7 @@ def assert_data_refused(kind, mode, what, make, found):
     assert torch.equal(params[0], first)
     assert optimizer.state[params[0]]["step"] == 2
     last.grad, tensor.data = None, kept
-    fill(params)
+    give_gradients(params, 3)
     assert_goes_on(params, optimizer)
 
 
@@ -171,11 +161,10 @@ def test_an_empty_parameter_that_gets_elements_is_refused():
     """Its state has none; else it would never be stepped, and nobody told."""
     full, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     optimizer = LANS([full, empty], lr=0.01)
-    fill([full, empty])
-    optimizer.step()
+    run(optimizer, [full, empty], [0])
     empty.grad = None
     empty.data = torch.ones(4)
-    fill([full, empty])
+    give_gradients([full, empty], 1)
     assert_refused([full], optimizer, "shape and device of their state")
 
 

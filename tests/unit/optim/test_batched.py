@@ -15,10 +15,8 @@ from tests.contracts.problems import SHAPES, Watch, assert_same, parameters, run
 class Momentum(BatchedOptimizer):
     """SGD with momentum; torch's rule."""
 
-    def __init__(
-        self, params, lr=0.1, momentum=0.9, none_grads="zero", state_dtype=None, at_once=True
-    ):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(self, params, none_grads="zero", state_dtype=None, at_once=True):
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
         self.none_grads, self.state_dtype = none_grads, state_dtype
         if at_once:
             self.allocate_state()
@@ -42,10 +40,10 @@ def pairs(dtype=torch.float64):
     return [*parameters(dtype), *parameters(dtype)]
 
 
-def started(dtype=torch.float64, steps=1, **options):
+def started(dtype=torch.float64, **options):
     params = pairs(dtype)
     optimizer = Momentum(params, **options)
-    run(optimizer, params, range(steps))
+    run(optimizer, params, [0])
     return params, optimizer, optimizer.param_groups[0]
 
 

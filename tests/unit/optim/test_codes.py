@@ -7,6 +7,7 @@ import torch
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, SECOND, decode, encode, seeds_at
+from tests.contracts.problems import run
 
 both = pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
 OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
@@ -109,14 +110,11 @@ def test_no_codes_make_a_step_longer_than_float32s_longest(mode, betas):
 SHAPES = [(200, 32), (130, 33), (20, 255), (300, 256), (257, 257), (30, 5000), (2, 50, 64)]
 
 
-def trained(make, steps=5, **options):
+def trained(make, **options):
     draw = torch.Generator().manual_seed(0)
     params = [torch.randn(shape, generator=draw).requires_grad_() for shape in SHAPES]
     optimizer = make(params, state_dtype="8bit", **options)
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=draw)
-        optimizer.step()
+    run(optimizer, params, range(5), none=False)
     states = [optimizer.state[p] for p in params]
     found = [(n, t) for state in states for n, t in state.items() if t.dtype is torch.uint8]
     assert len(found) == 4 * len(SHAPES)
@@ -170,10 +168,7 @@ def test_states_of_float32_become_codes_and_numbers_again(make):
         make([p.clone().requires_grad_() for p in params], state_dtype=dtype)
         for dtype in ("float32", "8bit", "float32")
     ]
-    for _ in range(3):
-        for p in optimizers[0].param_groups[0]["params"]:
-            p.grad = torch.randn(p.shape, generator=draw)
-        optimizers[0].step()
+    run(optimizers[0], optimizers[0].param_groups[0]["params"], range(3), none=False)
     for one, other in itertools.pairwise(optimizers):
         other.load_state_dict(one.state_dict())
     (given, plain), (coded, _), (found, back) = ([*o.state.values()] for o in optimizers)

@@ -6,7 +6,7 @@ from adan import Adan
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from tests.contracts.problems import assert_same, snapshot
+from tests.contracts.problems import assert_same, give_gradients, parameters, snapshot
 
 MAKERS = {
     "lans": LANS,
@@ -19,22 +19,17 @@ every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 def trained(make, count):
-    draw = torch.Generator().manual_seed(0)
-    shapes = {"wide": (8, 4), "bias": (4,), "gain": ()}
-    values = {
-        name: (torch.randn(shape, generator=draw) * 0.1 + 0.2).requires_grad_()
-        for name, shape in shapes.items()
-    }
+    values = dict(zip(("wide", "bias", "gain"), parameters(), strict=False))
     optimizer = make(values.items())
     steps(optimizer, values, count)
     return values, optimizer
 
 
 def steps(optimizer, values, count, factor=1.0):
-    draw = torch.Generator().manual_seed(1)
-    for _ in range(count):
+    for step in range(count):
+        give_gradients(values.values(), step, none=False)
         for p in values.values():
-            p.grad = torch.randn(p.shape, generator=draw) * factor
+            p.grad *= factor
         optimizer.step()
 
 

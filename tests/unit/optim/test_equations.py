@@ -5,9 +5,8 @@ import torch
 
 from steadygrad.numerics import inner_products, square_sums
 from steadygrad.optim import LAMB, LANS, ScaledAdam, clipping, scaled_adam, scaled_adam_rule
+from tests.contracts.table import MODES
 
-# One parameter at a time equals the second to the bit: `contracts/test_modes` holds it to that.
-MODES = {"fused": {"fused": True}, "foreach": {"foreach": True}}
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 

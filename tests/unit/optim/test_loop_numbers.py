@@ -10,7 +10,7 @@ from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.loops import numbers, runtime
 from steadygrad.optim.loops.numbers import BLOCK
 from steadygrad.optim.loops.runtime import CHUNK, Table
-from tests.contracts.problems import assert_same
+from tests.contracts.problems import assert_same, give_gradients
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 FLOATS = (torch.float32,) * 4
@@ -78,11 +78,10 @@ def trained(make, options, dtype):
     params = [torch.randn(n, generator=draw).to(dtype).requires_grad_() for n in WAVES]
     optimizer = make(params, **{"lr": 0.01, **options})
     for step in range(4):
-        for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=draw).to(dtype)
-            # One without a gradient, one of zeros, and a step that is left out.
-            if i == 1 + step % 2:
-                p.grad = None if step % 2 else torch.zeros_like(p)
+        give_gradients(params, step, none=False)
+        # One without a gradient, one of zeros, and a step that is left out.
+        p = params[1 + step % 2]
+        p.grad = None if step % 2 else torch.zeros_like(p)
         if step == 2:
             params[3].grad[5] = torch.inf
         optimizer.step()

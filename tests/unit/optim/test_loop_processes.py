@@ -15,9 +15,8 @@ import torch
 from steadygrad import optim
 from steadygrad.optim import LANS, ScaledAdam, loops
 from steadygrad.optim.loops import numbers
-from tests.contracts.problems import assert_same
+from tests.contracts.problems import assert_same, run
 
-CPU = torch.device("cpu")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 of_forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -27,10 +26,7 @@ def trained(make, **mode):
     draw = torch.Generator().manual_seed(0)
     params = [torch.randn(n, generator=draw).requires_grad_() for n in (150_000, 7, 70_000)]
     optimizer = make(params, **mode)
-    for _ in range(4):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=draw)
-        optimizer.step()
+    run(optimizer, params, range(4), none=False)
     return [p.detach() for p in params]
 
 

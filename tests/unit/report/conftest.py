@@ -1,7 +1,6 @@
 """An `advise` run, whole or cut short."""
 
 import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,16 +41,15 @@ def made_run(
     status: str | None = "complete",
     task: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
-    edit: Callable[[Any], Any] = lambda result: result,
 ) -> Run:
     """A run with the summary that the study itself would write, and other fields of its header.
 
     So many ``points`` of training were reached; with all of them, the runs are there, too.
-    Without a ``status`` there is no summary. ``edit`` changes a result before it is summarized.
+    Without a ``status`` there is no summary.
     """
     header = make_header(POINTS, task={**TASK, **(task or {})}, settings=settings)
     found = [
-        edit(result)
+        result
         for result in _results()
         if points == len(POINTS) or (result.key[0] != "scratch" and result.point < points)
     ]

@@ -9,6 +9,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.layers import automatic_layers
+from tests.contracts.problems import hooks_of
 from tests.unit.scale.cases import Net, block, tied
 from tests.unit.scale.training import Model
 
@@ -130,17 +131,13 @@ REFUSED = {
 }
 
 
-def has_hooks(model):
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_arguments_and_touches_no_model(case):
     make, wanted, options, told = REFUSED[case]
     model = make()
     with pytest.raises(ValueError, match=f"{told}.*Remedy: "):
         LayerwiseGradScaler(model, wanted, **options)
-    assert not isinstance(model, nn.Module) or not has_hooks(model)
+    assert not isinstance(model, nn.Module) or not hooks_of(model)
 
 
 def test_a_module_has_one_scaler():
@@ -174,4 +171,4 @@ def test_no_boundaries_are_left_behind(how):
         assert one[0].bias.grad.tolist() == [2.0] * 4
     # A copy has hooks that belong to no scaler.
     assert scales(copied, {"*": 4.0}) == {"0": 4.0}
-    assert has_hooks(model) == (how == "copied")
+    assert bool(hooks_of(model)) == (how == "copied")

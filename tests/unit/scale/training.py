@@ -5,17 +5,18 @@ from torch import nn
 
 from steadygrad.scale import LayerwiseGradScaler
 
+# Scales inside scales.
 SCALES = {"a": 2.0**10, "b": 2.0**7, "b.1": 2.0**3}
 
 
 class Model(nn.Module):
     """``a``, ``b`` with something chosen inside, and a ``head`` that is not chosen."""
 
-    def __init__(self, width=5):
+    def __init__(self):
         super().__init__()
-        self.a = nn.Linear(4, width)
-        self.b = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-        self.head = nn.Linear(width, 2)
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.head = nn.Linear(5, 2)
 
     def forward(self, x):
         h = torch.tanh(self.a(x))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.studies.framework import begin
+from tests.unit.studies import framework
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +16,9 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def speed_in_a_moment(monkeypatch):
-    """Studies begin by measuring the speed of their task, which decides little here."""
-    monkeypatch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
-    monkeypatch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+def speed_in_a_moment():
+    with framework.speed_in_a_moment():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -27,5 +26,5 @@ def whole(tmp_path_factory):
     """The folder of one complete run of the hand-made plan, for tests that only read it."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("whole") / "run"
-    begin(folder, at=None)
+    framework.begin(folder, at=None)
     return folder

@@ -4,6 +4,7 @@ The plan is made by hand: it has every kind of trial, and trains some hundreds o
 """
 
 import os
+import random
 import re
 import shutil
 import time
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.deadline import Deadline
@@ -90,12 +93,19 @@ def worst(one, two):
 
 
 @contextmanager
-def planned(plan, study="advise"):
-    """Makes every plan of a study this one, and measures no speed for long."""
+def speed_in_a_moment():
+    """Studies begin by measuring the speed of their task, which decides little in tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"steadygrad.studies.{study}.trials.plan_for", lambda *a, **k: plan)
         patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
         patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
+        yield
+
+
+@contextmanager
+def planned(plan, study="advise"):
+    """Makes every plan of a study this one."""
+    with pytest.MonkeyPatch.context() as patch, speed_in_a_moment():
+        patch.setattr(f"steadygrad.studies.{study}.trials.plan_for", lambda *a, **k: plan)
         yield
 
 
@@ -136,6 +146,11 @@ def lines(folder):
 def summary(folder):
     """The summary, as text."""
     return dumps(read_run(folder).summary)
+
+
+def generators():
+    """States of all generators of random numbers."""
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 def environment():

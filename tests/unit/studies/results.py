@@ -12,7 +12,7 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise import schema as advise
-from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Settings, Stage
+from steadygrad.studies.advise.schema import Branch, Noise, Plan, Settings
 from steadygrad.studies.folder import (
     HEADER,
     Run,
@@ -83,12 +83,6 @@ def make_header(
     return kind(**{**common, **parts, **described, **fields})
 
 
-def make_point(point: int = 0, **fields: Any) -> Point:
-    samples = PLAN.points[point]
-    rest = {"steps": samples // 4, "valid_loss": 1.0}
-    return Point(**{"point": point, "samples": samples, **rest, **fields})
-
-
 def make_noise(point: int = 0, **fields: Any) -> Noise:
     numbers = {"value": 40.0, "low": 30.0, "high": 60.0, "grad_sq_norm": 0.5, "noise_trace": 20.0}
     counts = {"measurements": 8, "effective": 8.0, "samples": 256}
@@ -101,24 +95,12 @@ def make_branch(loss: float = 0.9, *, batch_size: int = 4, **fields: Any) -> Bra
     return Branch(**{"loss": loss, "batch_size": batch_size, "steps": steps, **known, **fields})
 
 
-def make_scratch(loss: float = 0.8, *, batch_size: int = 8, **fields: Any) -> Scratch:
-    stages = (Stage(from_samples=0, batch_size=batch_size, lr=0.001),)
-    known = {"course": str(batch_size), "repeat": 0, "rate": 1.0, "warmup_samples": 0}
-    run = {"steps": 512 // batch_size, "samples": 512, "place": 500.0, "stages": stages}
-    curve = ((500.0, loss),)
-    return Scratch(
-        **{"loss": loss, "batch_size": batch_size, "curve": curve, **known, **run, **fields}
-    )
-
-
-def write(
-    folder: Path, *results: Result, header: Any = None, summary: dict[str, Any] | None = None
-) -> Run:
+def write(folder: Path, *results: Result, summary: dict[str, Any] | None = None) -> Run:
     """Writes a run, and reads it back."""
     with pytest.MonkeyPatch.context() as patch:
         # Waiting for the disk takes seconds.
         patch.setattr(os, "fsync", lambda handle: None)
-        create(folder, header or make_header())
+        create(folder, make_header())
         for result in results:
             write_result(folder, result)
         if summary is not None:

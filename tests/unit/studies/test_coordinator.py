@@ -19,13 +19,13 @@ from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
 from steadygrad.studies.work import Coordinator, finished
 from steadygrad.studies.workplace import Workplace
+from tests.unit.studies.advise import events
 from tests.unit.studies.framework import Watcher, timeless
 from tests.unit.studies.results import make_header, refused
 
 
 def point(number, loss=None):
-    loss = number if loss is None else loss
-    return Point(point=number, samples=1, steps=1, valid_loss=float(loss))
+    return events.point(number, 8, losses=lambda _: float(number if loss is None else loss))
 
 
 def job(number, loss=None):

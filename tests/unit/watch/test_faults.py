@@ -14,6 +14,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.watch import GradientWatch
+from tests.contracts.problems import hooks_of
 from tests.reference.watch import Trace
 from tests.unit.watch.nets import (
     FAULTS,
@@ -202,19 +203,15 @@ def test_bad_batch_is_no_habit():
 # The life of a watch: made, refused, closed, dropped, copied
 
 
-def hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 def test_gradients_are_those_without_a_watch_and_a_closed_one_leaves_nothing():
     model, _ = make("transformer")
     twin = copy.deepcopy(model)
     before = [vars(module).keys() for module in model.modules()]
     with GradientWatch(model) as watch:
         step(model)
-        assert hooks(model) > 0
+        assert hooks_of(model) > 0
     assert [vars(module).keys() for module in model.modules()] == before
-    assert hooks(model) == 0
+    assert hooks_of(model) == 0
     step(twin)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
@@ -234,7 +231,7 @@ def test_dropped_watch_leaves_no_hooks():
 
     assert [train() for _ in range(3)] == [3, 3, 3]
     gc.collect()
-    assert hooks(model) == 0
+    assert hooks_of(model) == 0
 
 
 def test_a_copy_of_the_model_is_not_watched():

@@ -88,18 +88,16 @@ def branch(
     return results.make_branch(curve[-1][1], point=point, repeat=repeat, **known)
 
 
-def branches(
-    critical, *, sigma=0.0, shared=0.0, repeats=3, seed=0, sizes=SIZES, point=0, diverged=()
-) -> list[Branch]:
+def branches(critical, *, sigma=0.0, shared=0.0, seed=0, point=0, diverged=()) -> list[Branch]:
     """Branches with noise of two kinds: ``sigma`` is each one's own, ``shared`` that of a repeat.
 
     Those of the sizes in ``diverged`` end at the losses there.
     """
     noise, ends, made = random.Random(seed), dict(diverged), []
-    for repeat in range(repeats):
+    for repeat in range(3):
         common = noise.gauss(0, shared) if shared else 0.0
         errors = {"error": lambda: noise.gauss(0, sigma), "common": common, "point": point}
-        made += [branch(s, repeat, critical, end=ends.get(s), **errors) for s in sizes]
+        made += [branch(s, repeat, critical, end=ends.get(s), **errors) for s in SIZES]
     return made
 
 
@@ -151,12 +149,12 @@ def seeds(size: int | str, count: int = 3, *, spread: float = 0.0, **more: Any) 
     return [scratch(size, i, **{"noise": spread * (i - 1), **more}) for i in range(count)]
 
 
-def measured(header, criticals=(120.0, 400.0), **more) -> list[Result]:
+def measured(header, criticals=(120.0, 400.0)) -> list[Result]:
     """Points, noise scales and the branches of the ladder."""
     found: list[Result] = []
     for i, samples in enumerate(header.plan.points):
         found += [point(i, samples), results.make_noise(i)]
-        found += branches(criticals[i % len(criticals)], sigma=0.0005, seed=i, point=i, **more)
+        found += branches(criticals[i % len(criticals)], sigma=0.0005, seed=i, point=i)
     return found
 
 

@@ -39,10 +39,10 @@ def found(summary, kind):
     return next((finding for finding in summary.findings if isinstance(finding, kind)), None)
 
 
-def known(slower, *extra, header=HEADER, results=None, **more):
+def known(slower, *extra, header=HEADER, results=None):
     """Evidence of branches, and of three pairs of sizes that need so many times the samples."""
     runs = [*seeds(8), *(r for size, slow in slower.items() for r in seeds(size, slower=slow))]
-    results = measured(header, **more) if results is None else results
+    results = measured(header) if results is None else results
     return Evidence(header, Results([*results, *runs, *extra]))
 
 

@@ -34,8 +34,8 @@ def keys(results, header=HEADER):
     return [trial.key for trial in trials_of(header, Results(results))]
 
 
-def trainings(results, header=HEADER):
-    return [key for key in keys(results, header) if key[0] == "scratch"]
+def trainings(results):
+    return [key for key in keys(results) if key[0] == "scratch"]
 
 
 def sizes_of(results):

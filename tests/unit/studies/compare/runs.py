@@ -17,7 +17,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.workplace import Workplace
 from tests.unit.studies import framework
 from tests.unit.studies.framework import make_trainer
-from tests.unit.studies.results import TASK, make_header
+from tests.unit.studies.results import make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
 PLAN = Plan(
@@ -59,8 +59,8 @@ class Places:
         return trials.training(PLAN, self.place, *key)
 
 
-def header_of(plan, task=TASK):
-    return make_header(kind=Header, study="compare", settings=Settings(), plan=plan, task=task)
+def header_of(plan):
+    return make_header(kind=Header, study="compare", settings=Settings(), plan=plan)
 
 
 def result_of(plan, job, loss_of):
@@ -98,9 +98,9 @@ def noisy(shifts, spread=0.01, fall=0.2):
     return loss_of
 
 
-def by(spread=0.01, **shifts):
+def by(**shifts):
     """Losses of optimizers that differ from AdamW by so much at both lengths."""
-    return noisy({name: {64: shift, 128: shift} for name, shift in shifts.items()}, spread)
+    return noisy({name: {64: shift, 128: shift} for name, shift in shifts.items()})
 
 
 def summary(plan, loss_of, status="complete", **options):

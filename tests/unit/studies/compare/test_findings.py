@@ -26,11 +26,8 @@ def test_a_planted_flip_is_found_first():
     found = summary(PLAN, noisy({"lans": {64: -0.2, 128: 0.2}, "sgd": {64: -0.2, 128: -0.2}}))
     flip = Flip(optimizer="lans", multiple=1, short="better", long="worse", samples=(64, 128))
     assert found.flips == found.findings[:1] == (flip,)
-    assert "LANS is better than AdamW after 64 rows, and worse after 128." in found.answer
-    # What is better at both lengths is said as well, and so is each other flip.
-    assert found.remarks[0].startswith("SGD (learning rate")
     found = summary(PLAN, noisy({name: {64: -0.2, 128: 0.2} for name in ("lans", "sgd")}))
-    assert "SGD is better than AdamW after 64 rows" in found.remarks[0]
+    assert [each.optimizer for each in found.flips] == ["lans", "sgd"]
     # There is none where the order is not known.
     found = summary(PLAN, noisy({"lans": {128: -0.2}}))
     rows = [row.verdict for row in found.verdicts if row.optimizer == "lans"]
@@ -47,8 +44,6 @@ def test_a_diverging_optimizer_is_not_hidden():
     assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10 + 2
     # No rate beyond those tried is in sight.
     assert findings(found, Edge) == []
-    assert "diverged on 5 of 5 seeds" in found.table.rows[-1]
-    assert "SGD diverged on 5 of 5 seeds, AdamW on 0." in found.remarks
 
 
 def test_a_baseline_that_diverges_gives_no_verdict():
@@ -56,8 +51,6 @@ def test_a_baseline_that_diverges_gives_no_verdict():
     found = summary(PLAN, curve)
     rows = {(row.verdict, row.baseline_lost) for row in found.verdicts}
     assert rows == {("cannot tell", 2)}
-    assert found.answer.startswith("AdamW diverged on 2 of 5 seeds, and no other optimizer")
-    assert "AdamW diverged on 2 of 5 seeds" in found.table.rows[-1]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +77,6 @@ def test_the_best_rate_at_the_end_of_those_tried(name, multiple, shifts, hangs):
     assert [(t.optimizer, t.multiple) for t in found.tuned if not t.interior] == [(name, multiple)]
     # An answer that hangs on it opens with it.
     assert ("so far, " in found.answer) == hangs
-    assert any("last one tried" in remark for remark in found.remarks) == (not hangs)
 
 
 def test_tuned_settings_by_hand():
@@ -128,7 +120,6 @@ def test_critical_batch_sizes():
     brackets = {row.optimizer: (row.within, row.beyond) for row in found.critical}
     assert brackets == {"adamw": (16, 64), "lans": (64, None), "sgd": (4, 16)}
     assert findings(found, Brackets) == [Brackets(sizes=brackets)]
-    assert "AdamW 16 to 64, LANS at least 64 and SGD 4 to 16." in found.remarks[0]
     for row in found.critical:
         for multiple, true in extra[row.optimizer].items():
             low, high = row.intervals[str(multiple)]
@@ -214,23 +205,14 @@ def test_no_finding_contradicts_another(seed):
     assert len(found.remarks) <= 3
 
 
-def better(samples, time):
-    """A verdict with a ratio of samples and of time, each with its interval."""
-    return {"verdict": "better", "sample_ratio": Ratio(*samples), "time_ratio": Ratio(*time)}
-
-
 @pytest.mark.parametrize(
-    ("fields", "part"),
+    ("samples", "time", "part"),
     [
-        ({"needed": 23}, "on 5 seeds; about 23 would tell, if the true difference is −0.02."),
-        ({}, "not even 8,000 "),
-        ({"rates_limit": True}, "more seeds would not help"),
-        (better((1.1, 1.05, 4.0), (1.1, 0.3, 1.2)), "same loss 1.10 (≤ 0.30 to 1.20) times."),
-        (better((1.1, 1.05, 1.2), (1.1, 1.0, 1.2)), "no time"),
-        (better((1.5, 1.4, 1.6), (0.8, 0.7, 0.9)), "rows and time"),
+        ((1.1, 1.05, 4.0), (1.1, 0.3, 1.2), "same loss 1.10 (≤ 0.30 to 1.20) times."),
+        ((1.1, 1.05, 1.2), (1.1, 1.0, 1.2), "no time"),
     ],
 )
-def test_a_verdict_in_words(fields, part):
+def test_what_a_better_optimizer_saves(samples, time, part):
     found = summary(PLAN, noisy({}))
-    plain = {"verdict": "cannot tell", "mean": -0.02, "needed": None, "rates_limit": False}
-    assert part in words.said(replace(found.verdicts[-2], **{**plain, **fields}), found)
+    ratios = {"sample_ratio": Ratio(*samples), "time_ratio": Ratio(*time)}
+    assert part in words.said(replace(found.verdicts[-2], verdict="better", **ratios), found)

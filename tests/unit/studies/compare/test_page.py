@@ -1,4 +1,4 @@
-"""The page of a ``compare`` run, from whole, partial and hostile records."""
+"""The page of a ``compare`` run, from whole and partial records."""
 
 import html
 import math
@@ -15,16 +15,14 @@ from steadygrad.studies.folder import Results, Run
 from steadygrad.studies.page import render
 from tests.unit.report.conftest import no_charts  # noqa: F401
 from tests.unit.studies.compare.runs import by, header_of, planned, record
-from tests.unit.studies.results import TASK
 
-NASTY = "<script>document.title='x'</script><img src=x onerror=alert(1)>\x00$a_b$"
 plain = pytest.mark.usefixtures("no_charts")
 
 
-def made_run(loss_of=None, *, events=None, status="complete", task=TASK, **plan):
+def made_run(loss_of=None, *, events=None, status="complete", **plan):
     """A run with the summary that the study itself would write."""
     plan = planned(**{"seeds": 5, **plan})
-    header, results = header_of(plan, task), [*record(plan, loss_of or by(lans=-0.3))][:events]
+    header, results = header_of(plan), [*record(plan, loss_of or by(lans=-0.3))][:events]
     total = summarize(header, Results(results), status).to_dict() if status else None
     return Run(Path(), header, Results(results), total)
 

@@ -89,9 +89,9 @@ def test_settings_that_no_plan_can_have(budget, settings, match):
         plan_for(budget, **settings)
 
 
-def bowl(adamw=0, lans=0, sgd=0):
+def bowl(lans=0, sgd=0):
     """Losses with a minimum at a step of each optimizer, which falls as runs get longer."""
-    best = {"adamw": adamw, "lans": lans, "sgd": sgd}
+    best = {"adamw": 0, "lans": lans, "sgd": sgd}
 
     def loss_of(optimizer, multiple, samples, point, step, repeat):
         return 1 + 0.1 * (step - best[optimizer]) ** 2 + 1 / samples + 0.01 * repeat

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize
 from steadygrad.studies.inspect.schema import Histogram, Part, Settings
 from steadygrad.studies.run import start
-from tests.unit.studies.framework import Watcher
+from tests.unit.studies.framework import Watcher, speed_in_a_moment
 from tests.unit.studies.results import RUNTIME, changed, make_header
 
 STUDIES = Path(__file__).parent.parent
@@ -28,16 +26,13 @@ def spec(factory):
     return f"{STUDIES / 'fp16_task.py'}:{factory}"
 
 
-def look(folder, task, *, steps=16, at=None, monitor=None, workers=1, **settings):
+def look(folder, task, *, steps=16, at=None, monitor=None, **settings):
     """A study; it is stopped when ``at`` samples of work are done."""
     chosen = {"budget": 600.0, "device": "cpu", "threads": 1, **settings}
     deadline = Deadline()
     monitor = monitor or Watcher(at, lambda: deadline.limit(-1e9))
-    with pytest.MonkeyPatch.context() as patch:
-        # The speed decides nothing here.
-        patch.setattr("steadygrad.studies.calibration.SECONDS", 0.01)
-        patch.setattr("steadygrad.studies.calibration.WARM_UP_STEPS", 1)
-        settings = Settings(task=task, steps=steps, workers=workers, **chosen)
+    with speed_in_a_moment():
+        settings = Settings(task=task, steps=steps, workers=1, **chosen)
         return start("inspect", settings, folder, deadline=deadline, monitor=monitor)
 
 

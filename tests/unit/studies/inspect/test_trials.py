@@ -17,7 +17,7 @@ from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
 from steadygrad.studies.order import generators_kept
 from tests.reference.layerwise import fates
 from tests.unit.studies.fp16_task import Explode
-from tests.unit.studies.framework import make_trainer
+from tests.unit.studies.framework import generators, make_trainer
 from tests.unit.studies.inspect.runs import counts, parts
 from tests.unit.studies.tiny_task import make_task
 
@@ -150,10 +150,6 @@ def test_what_is_infinite_stays_so(seed, micro_batch_size):
     torch.manual_seed(seed)
     draws = torch.cat([torch.rand(micro_batch_size, 1) for _ in range(4 // micro_batch_size)])
     assert culprits == (["1"] if (draws > 0.84).any() else [])
-
-
-def generators():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 def test_it_leaves_no_trace():
