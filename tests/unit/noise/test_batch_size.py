@@ -66,6 +66,11 @@ def test_state_goes_on():
     assert follow(second, *[large] * 3) == follow(first, *[large] * 3) == [2, 4, 4]
 
 
+def test_what_is_no_estimate_is_refused():
+    with pytest.raises(InputError, match="`estimate`"):
+        BatchSizeController(8).update(500.0)
+
+
 STAGES = [
     {"from_samples": 0, "batch_size": 16, "lr": 1e-3},
     {"from_samples": 4000, "batch_size": 32, "lr": None},

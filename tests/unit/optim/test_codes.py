@@ -106,6 +106,17 @@ def test_no_codes_make_a_step_longer_than_float32s_longest(mode, betas):
     assert most * 0.999 < p.abs().max() <= most * (1 + 1e-5)
 
 
+def test_a_report_changes_no_state():
+    p = torch.randn(20, BLOCK, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer, p.grad = LANS([p]), p.detach() + 1
+    optimizer.step()
+    optimizer.param_groups[0]["state_dtype"] = "8bit"
+    optimizer.diagnostics()
+    assert optimizer.state[p]["exp_avg_sq"].dtype is torch.float32
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg_sq"].dtype is torch.uint8
+
+
 # Rows of a part of a block, of one, of some, and of more than one.
 SHAPES = [(200, 32), (130, 33), (20, 255), (300, 256), (257, 257), (30, 5000), (2, 50, 64)]
 
