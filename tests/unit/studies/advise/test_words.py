@@ -60,7 +60,7 @@ GROWING = schema.Schedule(
         (8, schema.Larger(run=replace(FAILED, low=INF, loss=INF)), {}, ["batch 12 diverged."]),
         # No rounding hides on which side of the tolerance it is.
         (8, schema.Larger(run=UNCERTAIN), {}, ["20.04%", "0% to more than 60%", "not certain"]),
-        (None, schema.Larger(run=UNCERTAIN), {}, ["--resume for about 2 more minutes"]),
+        (None, schema.Larger(run=UNCERTAIN), {}, ["2 more minutes would tell; till then stay"]),
         # 1.13 times a third fewer steps.
         (12, rate("fits"), {}, ["train at batch 12", "it needs 13% more", "25% fewer optimizer"]),
         (12, rate("low"), {}, ["Learning rate 0.002 does better", "by 0.02", "0.01 to 0.03"]),
