@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from steadygrad import __version__
 from steadygrad._studies import STUDIES
 from steadygrad.cli import main
 from steadygrad.cli.options import options_of, parser, seconds
@@ -21,6 +22,14 @@ OWN = {
     "inspect": {"steps", "accumulation"},
     "ab": {"metric", "task"},
 }
+
+
+def test_the_version_and_the_overview(capsys):
+    assert main(["advise", "--version"]) == 0
+    assert capsys.readouterr().out == f"steadygrad {__version__}\n"
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in (*STUDIES, *OTHERS))
 
 
 @pytest.mark.parametrize("command", [*STUDIES, *OTHERS])

@@ -320,6 +320,7 @@ def test_gradients_from_before_the_watch():
     p.grad[0] = torch.nan
     found = GradientWatch(model).report()
     assert (found.kind, found.name, found.batch, found.rank) == ("unseen", name, -1, 0)
+    assert str(found).startswith("No batch, rank 0: ")
 
 
 @pytest.mark.parametrize("late", [False, True])

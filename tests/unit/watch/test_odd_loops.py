@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit.watch.nets import (
     Module,
@@ -215,3 +216,22 @@ def test_forward_pass_that_takes_derivatives_of_a_part_of_itself():
         F.l1_loss(model(x), torch.zeros(5, 1)).backward()
         found = watch.report()
         assert (found and found.row) == row
+
+
+TRACES = {
+    "is_grads_batched": lambda model, x: torch.autograd.grad(
+        model(x), x, torch.eye(5)[:, :, None], is_grads_batched=True
+    ),
+    "jit": torch.jit.trace,
+    "fx": lambda model, x: make_fx(lambda x: model(x))(x.detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", TRACES)
+def test_batched_backward_passes_and_traces(trace):
+    model, x = critic(), torch.randn(5, 4, requires_grad=True)
+    watch = watching(model)
+    TRACES[trace](model, x)
+    model(x).sum().backward()
+    assert watch.report() is None
