@@ -100,3 +100,12 @@ def test_scaled_adam_dominance_quartiles_and_clipped_share():
     terms = {n: float((p.grad * scales[n]).square().sum()) for n, p in values.items()}
     expected = {name: term / sum(terms.values()) for name, term in terms.items()}
     assert report["dominance"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_report_before_the_first_step_in_inference_mode_stops_no_step():
+    p = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    optimizer, p.grad = LANS([p]), torch.ones_like(p)
+    with torch.inference_mode():
+        optimizer.diagnostics()
+    optimizer.step()
+    assert optimizer.skipped == 0

@@ -63,6 +63,7 @@ SHIFTS = {
     "fits": ([-5, 0, 5], {}, 0),
     "starved": ([-20, -18, -3], {}, 14),
     "no more starved than accepted": ([-20] + [0] * 30, {}, 0),
+    "starved at the lowest exponent": ([LOWEST], {}, 11 - LOWEST),
     "starved, but there is hardly room": ([-20, -18, 10], {}, 0),
     "a little into the headroom: slack": ([0, 12], {}, 0),
     "into the headroom": ([0, 13], {}, -2),

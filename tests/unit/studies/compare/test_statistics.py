@@ -193,6 +193,9 @@ def test_a_ratio_by_hand():
     exact = sample_ratio(np.full(3, -0.1), np.full(3, 0.2), 0.95)
     assert exact.value == pytest.approx((1 - 0.5 * (2 ** (1 / 3) - 1)) ** -3)
     assert (exact.low, exact.high) == pytest.approx((2**0.5, 2.0))
+    # Half of what the samples after its end gain, as long as it has trained.
+    exact = sample_ratio(np.full(3, -0.1), np.full(3, 0.2), 0.95, ahead=True)
+    assert exact.value == pytest.approx((1 - 0.5 * (1 - 2 ** (-1 / 3))) ** -3)
     # Half of an octave worse, between a straight line of the logarithm and 1 / samples.
     exact = sample_ratio(np.full(3, 0.1), np.full(3, 0.2), 0.95)
     assert (exact.low, exact.high) == pytest.approx((1 / 1.5, 2**-0.5))
