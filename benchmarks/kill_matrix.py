@@ -426,9 +426,12 @@ def compare(work, file, workers, seconds):
     for mutant in known["mutants"]:
         mutant["was_killed"] = is_killed(mutant)
         mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
-    (work / "after.json").write_text(json.dumps(known["mutants"]))
+    # What is known to survive for a reason is not tried again.
+    todo = [m for m in known["mutants"] if m["was_killed"] or m["id"] not in reasons]
+    (work / "after.json").write_text(json.dumps(todo))
     start(work, workers, seconds, "after")
-    rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
+    rows = {name: {"by": ""} for name in reasons}
+    rows |= {row["id"]: row for row in rows_of(work / "after.jsonl")}
     tried = [mutant | rows[mutant["id"]] for mutant in known["mutants"] if mutant["id"] in rows]
     left = [m for m in tried if not is_killed(m) and m["by"] != "gone"]
     listed = [[*row_of(m), reasons.get(m["id"], "")] for m in sorted(left, key=lambda m: m["id"])]
