@@ -46,6 +46,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
+    "parallel": os.cpu_count(),
     # Of what is printed only, not of the last expression.
     "capture_repr": (),
     "download_all_examples": False,
