@@ -102,10 +102,11 @@ def test_scaled_adam_dominance_quartiles_and_clipped_share():
     assert report["dominance"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_report_before_the_first_step_in_inference_mode_stops_no_step():
+def test_what_a_report_in_inference_mode_makes_a_step_can_write_to():
     p = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    optimizer, p.grad = LANS([p]), torch.ones_like(p)
+    optimizer, p.grad = LANS([p], master_weights=False), torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["master_weights"] = True
     with torch.inference_mode():
         optimizer.diagnostics()
-    optimizer.step()
-    assert optimizer.skipped == 0
+    assert not optimizer.state[p]["master_weight"].is_inference()
