@@ -122,8 +122,8 @@ def train_on_rank(rank, world, folder):
     # The process group is there already, over a file; this is how Accelerate learns of it.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
-    batches = token_batches(RANKS * ACCUMULATION * STEPS)
-    options = {"ddp_backend": "gloo", **SAVED}
+    batches = token_batches(RANKS * 2 * STEPS)
+    options = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2, **SAVED}
     trainer, again = (make_trainer(folder, batches, options=options) for _ in range(2))
     trainer.train()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
@@ -135,8 +135,8 @@ def train_on_rank(rank, world, folder):
 @pytest.mark.distributed
 def test_two_processes_measure_what_one_loop_by_hand_does(tmp_path):
     found = on_ranks(RANKS, train_on_rank, tmp_path, str(tmp_path / "trained"))
-    model, batches = make_model(), token_batches(RANKS * ACCUMULATION * STEPS)
-    windows = chunks(batches, RANKS * ACCUMULATION)
+    model, batches = make_model(), token_batches(RANKS * 2 * STEPS)
+    windows = chunks(batches, RANKS * 2)
     expected = by_hand.train_by_hand(model, windows, by_hand.adamw(model))
     by_hand.assert_measured_on_ranks(found, "ddp", expected)
 
