@@ -2,10 +2,11 @@
 
 import sys
 
+import msgspec
 import pytest
 import torch
 
-from steadygrad.studies import work
+from steadygrad.studies import executors, work
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
@@ -14,7 +15,7 @@ from steadygrad.studies.folder import read_run
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import makespan
 from tests.unit.studies.framework import FILES, begin, go_on, left, make_trainer, part, timeless
-from tests.unit.studies.results import refused
+from tests.unit.studies.results import make_header, refused
 from tests.unit.studies.test_coordinator import trial
 from tests.unit.studies.tiny_task import make_task
 
@@ -59,6 +60,14 @@ def test_workers_and_threads(monkeypatch, options, speeds, chosen):
     # Rounded down by a quarter power of two at most.
     assert chosen[0] / 2**0.25 < speed <= 1.001 * chosen[0]
     assert tuple(found) == chosen[1:]
+
+
+@pytest.mark.parametrize(("cores", "planned", "workers"), [(8, 3, 3), (4, 3, 2), (2, 3, None)])
+def test_workers_of_the_plan_have_the_cores_of_this_machine(monkeypatch, cores, planned, workers):
+    monkeypatch.setattr(executors, "environment", lambda: {"cores": cores})
+    monkeypatch.setattr(executors, "process_workers", lambda count, devices: count)
+    runtime = msgspec.structs.replace(make_header().runtime, workers=planned, threads=2)
+    assert executors.local_workers(0, runtime) == workers
 
 
 def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):

@@ -52,6 +52,12 @@ def test_a_run_begins_with_its_header(tmp_path):
     assert (list(run.results), run.summary, run.unreadable) == ([], None, ())
 
 
+def test_a_header_has_numbers_that_are_not_finite(tmp_path):
+    losses = math.inf, -math.inf, math.nan
+    create(tmp_path / "run", msgspec.structs.replace(make_header(), first_losses=losses))
+    assert str(read_run(tmp_path / "run").header.first_losses) == str(losses)
+
+
 def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "notes.txt").write_text("mine")

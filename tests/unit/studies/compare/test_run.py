@@ -3,16 +3,31 @@
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from steadygrad.studies.compare.plan import TURNS
 from steadygrad.studies.compare.schema import KNOWN, Run, knobs_at
-from steadygrad.studies.compare.trials import NO_RATE, speed
+from steadygrad.studies.compare.trials import NO_RATE, _state_bytes, speed
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, PLAN, Places, begin, planned
+
+
+def test_tensors_of_a_state_count_at_any_depth_and_once():
+    shared, params = torch.zeros(10), [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer.state[params[0]] = {"shared": shared, "steps": 3}
+    optimizer.state[params[1]] = {0: {"shared": shared, "own": torch.zeros(3).double()}}
+    assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
+
+
+def test_a_learning_rate_between_two_of_the_ladder_is_read_back():
+    fields = {"optimizer": "lans", "multiple": 1, "samples": 64, "point": 0, "repeat": 1}
+    run = Run(**fields, step=-0.5, lr=0.1, loss=1.0, curve=())
+    assert msgspec.json.decode(msgspec.json.encode(run), type=Run) == run
 
 
 @pytest.mark.slow
