@@ -181,6 +181,8 @@ def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, deca
     assert length_of(4096) == (4096 if length == 4096 else 2048)
     # Two seeds tell nothing yet, and a length that was given stays.
     assert length_of(4096, 2048, 1024, 512, count=2) == length_of(4096, samples=4096) == 4096
+    # A plan of fewer steps than any training should have is no loss that does not fall.
+    assert Evidence(make_header((32,)), Results([])).length == 32
 
 
 @pytest.mark.parametrize(
