@@ -118,6 +118,13 @@ def test_micro_batches_weigh_as_the_trainer_is_told(kind, function, by_tokens, t
     by_hand.assert_measured(trainer.noise, expected)
 
 
+def test_labels_that_are_shifted_already_count_whole(tmp_path):
+    trainer = make_trainer(tmp_path, token_batches(2))
+    labels = torch.tensor([[1, by_hand.IGNORED, 3], [4, 5, by_hand.IGNORED]])
+    assert trainer._weight({"shift_labels": labels, "labels": labels}, 8) == 4 / 8
+    assert trainer._weight({"labels": labels}, 8) == 2 / 8
+
+
 def train_on_rank(rank, world, folder):
     # The process group is there already, over a file; this is how Accelerate learns of it.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
