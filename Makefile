@@ -22,7 +22,7 @@ advise: $(VENV)/.installed  ## train a real model, measure, recommend a batch si
 compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge them on fresh seeds, write a report
 	$(BIN)/steadygrad compare --budget 5m
 
-test: $(VENV)/.installed  ## all tests but the slow ones, in a few minutes
+test: $(VENV)/.installed  ## all tests but the slow ones, in about two minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" --ignore tests/integrations
 
 test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, statistics of many replicates
