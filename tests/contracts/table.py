@@ -94,7 +94,13 @@ OPTIMIZERS = {
     "lamb": Entry(
         LAMB,
         {"lr": 1e-2},
-        others=(*_DECAYED, {"max_grad_norm": 0.5}, {"adapt": False}, {"upper_bound": 0.5}),
+        others=(
+            *_DECAYED,
+            {"max_grad_norm": 0.5},
+            {"adapt": False},
+            {"lower_bound": 0.5},
+            {"upper_bound": 0.5},
+        ),
         wrong=(
             *_WRONG_DECAYED,
             {"max_grad_norm": 0.0},

@@ -1,11 +1,13 @@
 """What cannot be used is refused by its name, from whichever source, and nothing changes."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad.optim import LAMB, LANS, ScaledAdam
 from tests.contracts.problems import assert_same, parameters, run, snapshot
 from tests.contracts.table import OPTIMIZERS, every_optimizer
 
@@ -104,6 +106,22 @@ def test_parameters_that_cannot_be_optimized_leave_the_optimizer_as_it_was(entry
     run(optimizer, params, range(2))
     run(entry(fresh), fresh, range(2))
     assert_same(fresh, params)
+
+
+@pytest.mark.parametrize("kind", [LANS, LAMB, ScaledAdam])
+def test_every_option_is_tried(kind):
+    """Those of its own are in the table, whose others are held against the equations."""
+    tried = {"params", "lr", "betas", "eps", "maximize"}
+    tried |= {"master_weights", "foreach", "fused", "capturable"}
+    for entry in OPTIMIZERS.values():
+        tried |= {*entry.options}.union(*entry.others) if entry.make is kind else set()
+    assert {*inspect.signature(kind).parameters} <= tried
+
+
+def test_options_of_one_name_have_one_default():
+    lans, lamb = (kind(parameters()).defaults for kind in (LANS, LAMB))
+    shared = lans.keys() & lamb.keys()
+    assert {name: lans[name] for name in shared} == {name: lamb[name] for name in shared}
 
 
 @every_optimizer

@@ -13,7 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadygrad import shards
 from steadygrad._checks import InputError
-from steadygrad.shards import PackedSum, PartialGradients, is_sharded, local, shared_out
+from steadygrad.shards import (
+    PackedSum,
+    PartialGradients,
+    first_shard,
+    is_sharded,
+    local,
+    shared_out,
+)
 
 R, S = Replicate(), Shard(0)
 
@@ -332,3 +339,11 @@ def test_the_blocks_of_a_container_are_sharded_not_the_container(monkeypatch):
     shards.shard_model(model)
     expected = [model.first, *model.layers, model.heads["a"], model]
     assert [id(block) for block in blocks] == [id(block) for block in expected]
+
+
+def test_rows_of_the_first_shard_lie_alike_in_the_whole(world):
+    world.start(2, rank=1)
+    mesh = of([0, 1])
+    assert first_shard(on(mesh, R)) == ((2, 2), True)
+    assert first_shard(on(mesh, S)) == ((2, 2), False)
+    assert first_shard(on(mesh, Shard(1))) is None

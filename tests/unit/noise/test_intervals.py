@@ -137,6 +137,10 @@ def test_no_noise_at_all_is_a_ratio_of_zero(bottom, v_bb, expected):
     assert fieller(0.0, bottom, 0.0, 0.0, v_bb)[0] == expected
 
 
+def test_a_negative_estimate_has_no_lower_end():
+    assert fieller(-2.0, 0.1, 0.01, 0.0, 0.02)[0] == (0.0, math.inf)
+
+
 def replicates(scheme, ratio, steps, seed, **options):
     """Intervals of many histories, and which of them hold the truth."""
     generator = torch.Generator().manual_seed(seed)

@@ -240,6 +240,35 @@ def test_a_new_scale_may_be_set():
         ours.update(-1.0)
 
 
+def test_a_scale_beyond_its_bounds_is_moved_when_it_is_due_alone():
+    model, optimizer = make()
+    scaler = LayerwiseGradScaler(model, {}, init_scale=8.0, max_scale=16.0, growth_interval=2)
+    scaler.update(32.0)
+    for step, expected in enumerate((32.0, 16.0)):
+        train_step(model, optimizer, scaler, step)
+        assert scaler.get_scale() == expected
+
+
+def test_rows_of_a_sparse_gradient_overflow_once_they_are_added_up():
+    model = torch.nn.Embedding(3, 2, sparse=True).half()
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), weights_of(model)
+    scaler = LayerwiseGradScaler(model, {}, init_scale=4e4)
+    scaler.scale(model(torch.tensor([1, 1])).sum()).backward()
+    end_step(optimizer, scaler)
+    assert scaler.skipped == 1
+    assert_equal(weights_of(model), before)
+
+
+def test_a_state_that_is_loaded_names_no_culprits():
+    model, optimizer = make()
+    scaler, poison = LayerwiseGradScaler(model, SCALES), Poison(model.b[0])
+    poison.active = True
+    train_step(model, optimizer, scaler, 0)
+    assert scaler.culprits() == ["b"]
+    scaler.load_state_dict(scaler.state_dict())
+    assert scaler.culprits() == []
+
+
 def test_scales_many_losses_at_once():
     ours = LayerwiseGradScaler(make()[0], {}, init_scale=4.0)
     one, two = torch.tensor(1.0), torch.tensor(2.0)

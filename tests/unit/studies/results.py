@@ -120,6 +120,10 @@ def rewrite_header(folder: Path, change: Any) -> None:
     rewrite(folder / HEADER, change)
 
 
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
 @contextmanager
 def refused(*parts: str, kind: type[InputError] = InputError) -> Iterator[pytest.ExceptionInfo]:
     """Expects an error that is one line, with these parts in it."""

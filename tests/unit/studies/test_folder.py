@@ -19,18 +19,16 @@ from steadygrad.studies.folder import (
 )
 from steadygrad.studies.schema import Result
 from tests.unit.studies.advise.events import point, scratch
+from tests.unit.studies.framework import contents
 from tests.unit.studies.results import (
     make_branch,
     make_header,
     make_noise,
+    no_space,
     refused,
     rewrite,
     write,
 )
-
-
-def no_space(*_):
-    raise OSError(28, "No space left on device")
 
 
 def names(folder):
@@ -239,6 +237,26 @@ def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, mo
     assert names(run.folder) == before
     assert losses(run.folder) == [2.0]
     assert (run.folder / "report.html").read_text() == "old"
+
+
+def test_each_write_has_a_part_file_of_its_own(tmp_path, monkeypatch):
+    """One that a kill left behind stops no later write."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda part, path: None)
+        write_page(tmp_path, "killed")
+    write_page(tmp_path, "new")
+    assert (tmp_path / "report.html").read_text() == "new"
+
+
+def test_of_two_processes_that_begin_in_a_folder_one_does(tmp_path, monkeypatch):
+    create(tmp_path / "run", make_header())
+    before = contents(tmp_path / "run")
+    # As the other one saw it a moment before.
+    monkeypatch.setattr("pathlib.Path.iterdir", lambda self: iter(()))
+    with refused("run", kind=RunError):
+        create(tmp_path / "run", make_header())
+    monkeypatch.undo()
+    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("name", [".taken.part", "report.html"])

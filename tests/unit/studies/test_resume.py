@@ -60,6 +60,11 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path):
     assert len(again) == 2
 
 
+def test_a_budget_of_its_own_ends_a_resumed_run(base, tmp_path):
+    outcome = resume(copy(base, tmp_path / "run"), {"budget": 1e-6}, monitor=Watcher())
+    assert outcome.summary.status == "budget"
+
+
 def test_a_complete_run_is_not_run_again(whole, tmp_path):
     folder = copy(whole, tmp_path / "run")
     before, written = contents(folder), (folder / "summary.json").stat()

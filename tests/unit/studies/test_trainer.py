@@ -1,6 +1,9 @@
 """The training loop: micro-batches, orders, generators, learning rates, states."""
 
+import hashlib
+import io
 import math
+import os
 import pickle
 import random
 from dataclasses import replace
@@ -16,6 +19,7 @@ from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.folder import RunError
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 from steadygrad.studies.work import work_on, workplace
@@ -23,7 +27,7 @@ from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import PLAN, make_trainer, weights, worst
-from tests.unit.studies.results import RUNTIME, changed, make_header
+from tests.unit.studies.results import RUNTIME, changed, make_header, no_space
 from tests.unit.studies.tiny_task import losses, make_task, without_dropout
 
 # Micro-batches
@@ -343,6 +347,34 @@ def test_a_checkpoint_keeps_every_bit(tmp_path, dtype):
     assert len(rest[0]) == 20
     assert one.steps == two.steps == 40
     assert worst(weights(one), weights(two)) == 0.0
+
+
+class Runs:
+    """A pickle of it makes a folder as it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoints_pickle_is_not_run_behind_a_right_checksum(tmp_path):
+    file, path = io.BytesIO(), tmp_path / "checkpoints" / "here.pt"
+    torch.save({"name": Runs(tmp_path / "ran")}, file)
+    path.parent.mkdir()
+    path.write_bytes(hashlib.sha256(file.getvalue()).digest() + file.getvalue())
+    assert Checkpoints(tmp_path).load("here", 80) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save("here", make_trainer().state(80))
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(RunError):
+        checkpoints.save("here", make_trainer().state(160))
+    assert checkpoints.load("here", 80) is not None
 
 
 def flipped(data):

@@ -207,6 +207,14 @@ def test_one_micro_batch_of_many_in_bfloat16():
     assert found.windows[SHORT].ratio == pytest.approx(15 / 16, abs=0.02)  # five roundings
 
 
+def test_where_a_bug_is_no_larger_than_roundings_none_is_named():
+    """A right loop of 32: bfloat16 adds up with an error of a half of 1/32."""
+    batch = torch.randn(64, 5, generator=torch.Generator().manual_seed(2)).bfloat16()
+    loop = dividing(square_mean, lambda micros, x: 32)
+    found = check(model_of().bfloat16(), square_mean, batch, loop, micro_batches=32)
+    assert bugs(found) == ["rounding"]
+
+
 def pair_mean(model, pair):
     return F.mse_loss(model(pair[0]), pair[1])
 

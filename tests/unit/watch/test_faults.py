@@ -186,6 +186,44 @@ def test_nan_in_padding_is_a_habit():
     assert (found.kind, found.name) == ("gradient", "4")
 
 
+def test_nan_in_one_good_pass_of_several_is_no_habit():
+    pad = torch.tensor([False, False, False, True])[:, None]
+    plain = lambda x: x
+    broken = lambda x: torch.where(pad, torch.nan, x)
+    model = nn.Sequential(
+        nn.Linear(6, 6), Module(plain), Module(lambda x: torch.where(pad, 0.0, x)), Module(plain)
+    )
+    watch, (x, _) = watching(model), batch()
+    for model[1].function in (plain, broken, plain):
+        model(x).square().mean().backward()
+    assert watch.report() is None
+    model[1].function, model[3].function = broken, lambda x: (x * 0).sqrt() + x
+    model(x).square().mean().backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", "1")
+
+
+def test_plus_infinity_that_later_values_hide_is_no_mask():
+    model = nn.Sequential(
+        nn.Linear(6, 6), Module(torch.abs), Module(torch.reciprocal),
+        Module(lambda x: torch.exp(-x)),
+    )  # fmt: skip
+    watch, (x, _) = watching(model), batch()
+    model(x).sum().backward()
+    assert watch.report() is None
+    model[1].function = lambda x: x.abs() * torch.arange(6.0).clamp(max=1)
+    model(x).sum().backward()
+    found = watch.report()
+    assert (found.kind, found.name) == ("output", "2")
+
+
+def test_of_several_forward_passes_the_last_one_goes_backward_first():
+    model = nn.Sequential(nn.Linear(6, 6), Module(lambda x: (x * 0).sqrt() + x))
+    watch, (x, _) = watching(model), batch()
+    sum(model(x).square().mean() for _ in range(3)).backward()
+    assert watch.report().batch == 2
+
+
 def test_bad_batch_is_no_habit():
     """One NaN batch, which was not reported, hides no later fault; nor is it forgotten."""
     model, (x, t) = net(), batch()

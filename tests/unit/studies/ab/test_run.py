@@ -153,10 +153,11 @@ def test_failed_runs_are_counted_shown_and_compared(tmp_path):
     assert row.mean == pytest.approx(1 / 8)
     assert [(arm.runs, arm.failed) for arm in found.arms] == [(8, 1), (8, 2)]
     assert "RuntimeError: broke" in found.remarks[1]
-    always = study(tmp_path / "b", a, failing(*range(6))).summary
-    (row,) = always.findings
-    assert (row.verdict, row.failed, row.pairs, row.mean) == ("worse", (0, 5), 5, 1.0)
-    assert always.exit_code == 3
+    for goal in ("min", "max"):
+        always = study(tmp_path / goal, a, failing(*range(6)), goal=goal).summary
+        (row,) = always.findings
+        assert (row.verdict, row.failed, row.pairs, row.mean) == ("worse", (0, 5), 5, 1.0)
+        assert always.exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,12 @@ def test_each_task_ends_on_a_whole_step_of_its_own(tmp_path):
     # Six and four steps of both; the schedule of the learning rate ends with them.
     assert runs(53) == runs(48) != runs(40)
     assert runs(3)[1] == runs(12)[1]
+
+
+def test_without_a_length_runs_take_ten_passes_over_the_data(tmp_path):
+    tasks = tiny_task.make_task(), tiny_task.make_task()
+    found = study(tmp_path / "run", *tasks, pairs=1)
+    assert read_run(found.folder).header.plan.samples == 10 * len(tasks[0].train)
 
 
 # What is refused, and how a study goes on

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Ratio, Traits, Verdict
+from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Ratio, Run, Traits, Verdict
 from tests.unit.studies.compare.runs import by, noisy, planned, summary
 
 PLAN = planned(seeds=5)
@@ -216,3 +216,15 @@ def test_what_a_better_optimizer_saves(samples, time, part):
     found = summary(PLAN, noisy({}))
     ratios = {"sample_ratio": Ratio(*samples), "time_ratio": Ratio(*time)}
     assert part in words.said(replace(found.verdicts[-2], verdict="better", **ratios), found)
+
+
+def test_an_optimizer_without_pairs_takes_its_share_of_the_chance_of_error():
+    plan, own = planned(seeds=5, optimizers=("adamw", "lans", "lamb")), by(lans=-0.3)
+    whole = summary(plan, own)
+    cut = summary(plan, own, status="interrupted", keep=lambda r: not is_a_pair_of(r, "lamb"))
+    first = [next(f for f in s.findings if isinstance(f, Verdict)) for s in (whole, cut)]
+    assert [(f.optimizer, f.confidence) for f in first] == [("lans", 0.975)] * 2
+
+
+def is_a_pair_of(result, optimizer):
+    return isinstance(result, Run) and result.optimizer == optimizer and result.repeat > 0
