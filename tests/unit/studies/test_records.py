@@ -8,7 +8,7 @@ import pytest
 
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import drawn, rendered
-from steadygrad.studies.folder import create, read_run
+from steadygrad.studies.folder import create, read_run, write_summary
 from steadygrad.studies.page import render
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.summary import summarize
@@ -16,13 +16,14 @@ from steadygrad.studies.work import run_job
 
 HERE = Path(__file__).parent
 RECORDS = HERE.parents[2] / "docs" / "records"
+SHOWN = "terminal.txt", "page.txt"
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_the_recorded_summary_is_computed_anew_number_for_number(study):
     run = read_run(RECORDS / study)
     assert run.unreadable == ()
-    found = summarize(run.header, run.results, run.summary["status"]).to_dict()
+    found = summary_of(run)
     assert {*found} == {*run.summary}
     for name, value in run.summary.items():
         # As text: a NaN is not equal to itself.
@@ -31,16 +32,28 @@ def test_the_recorded_summary_is_computed_anew_number_for_number(study):
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_terminal_and_page_have_the_same_words(study):
-    run = read_run(RECORDS / study)
-    said = run.summary["answer"], *run.summary["remarks"]
-    terminal = rendered(said[0], drawn(run.summary["table"]), *said[1:], stream=None)
+    header, *files = words_of(read_run(RECORDS / study))
+    for sentence in said_in(read_run(RECORDS / study)):
+        assert sentence in header.replace("\n", " ")
     # The documentation shows these files.
-    assert f"{terminal}\n" == (HERE / study / "terminal.txt").read_text()
+    assert files == [(HERE / study / name).read_text() for name in SHOWN]
+
+
+def summary_of(run):
+    return summarize(run.header, run.results, run.summary["status"]).to_dict()
+
+
+def said_in(run):
+    return run.summary["answer"], *run.summary["remarks"]
+
+
+def words_of(run):
+    """The words of a page's header, of the terminal, and of the page below its header."""
+    answer, *remarks = said_in(run)
+    terminal = rendered(answer, drawn(run.summary["table"]), *remarks, stream=None)
     page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(run), flags=re.DOTALL)
     header, body = map(texts, page.partition("<h2>Where the numbers")[0].split("</header>"))
-    for sentence in said:
-        assert sentence in header.replace("\n", " ")
-    assert body == (HERE / study / "page.txt").read_text()
+    return header, f"{terminal}\n", body
 
 
 def texts(page):
@@ -66,3 +79,10 @@ def test_a_fresh_run_of_advise_gives_what_the_documentation_shows(tmp_path):
         # Equal on the same kernels. Other ones round sums of float32 differently: without vectors
         # losses differ by 1.5e-6 of their own after 258 steps, and other processors have 60 times.
         assert getattr(fresh, number) == pytest.approx(getattr(old, number), rel=1e-3)
+
+
+if __name__ == "__main__":  # renews all that is compared with
+    for study in STUDIES:
+        write_summary(RECORDS / study, summary_of(read_run(RECORDS / study)))
+        for name, text in zip(SHOWN, words_of(read_run(RECORDS / study))[1:], strict=True):
+            (HERE / study / name).write_text(text)
