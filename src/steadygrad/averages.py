@@ -50,13 +50,11 @@ class MovingAverage(WideBuffers):
     The mass :math:`m_t` is the sum of the weights given so far, so :math:`\bar v_1 = v_1`
     exactly and no warm-up bias remains; this also holds when :math:`\alpha` changes.
 
-    Both numbers are buffers: they follow ``.to(device)``, are saved by ``state_dict`` and are
-    updated without a host sync. A model's ``.half()`` leaves them as they are.
+    Both numbers are float64 buffers: they follow ``.to(device)``, are saved by ``state_dict`` and
+    are updated without a host sync. A model's ``.half()`` leaves them as they are.
 
     Args:
         update_rate: Weight :math:`\alpha` of a new value, in (0, 1].
-        shape: Shape of the values.
-        dtype: Type of the average. Single values may be of another type.
 
     References:
         | Adam: A Method for Stochastic Optimization (Kingma and Ba, 2015), section 3
@@ -66,20 +64,18 @@ class MovingAverage(WideBuffers):
     total: Tensor
     mass: Tensor
 
-    def __init__(
-        self, update_rate: float, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, update_rate: float) -> None:
         super().__init__()
         self.update_rate = check_number("update_rate", update_rate, low=0, high=1, low_open=True)
-        self.register_buffer("total", torch.zeros(shape, dtype=dtype))
-        self.register_buffer("mass", torch.zeros((), dtype=dtype))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mass", torch.zeros((), dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, value: Tensor, where: Tensor | None = None) -> None:
         """Takes in one value.
 
         Args:
-            value: The new value, with shape ``shape``.
+            value: The new value, with shape ``()``; of any type.
             where: A boolean tensor with shape ``()``; where false nothing changes.
         """
         rate = torch.full_like(self.mass, self.update_rate)
@@ -91,5 +87,5 @@ class MovingAverage(WideBuffers):
         self.mass.lerp_(torch.ones_like(self.mass), rate)
 
     def value(self) -> Tensor:
-        """The average so far, with shape ``shape``; NaN before the first value."""
+        """The average so far, with shape ``()``; NaN before the first value."""
         return self.total / self.mass

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -248,7 +247,6 @@ def test_a_signal_to_one_process_ends_both(tmp_path, sent):
     folder, place = tmp_path / "run", tmp_path / "ranks"
     context = ranks.start_studies(2, [partial(slow_study, str(folder))], place)
     wait_for(lambda: recorded(folder) > 0)
-    began = time.monotonic()
     os.kill(context.pids()[1], sent)
     if sent is signal.SIGINT:
         ranks.join(context, seconds=200)
@@ -256,8 +254,7 @@ def test_a_signal_to_one_process_ends_both(tmp_path, sent):
         assert read_run(folder).summary["status"] == "interrupted"
         return
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
-        ranks.join(context, seconds=200)
-    assert time.monotonic() - began < 90  # a minute is the exchange's limit
+        ranks.join(context, seconds=90)  # a minute is the exchange's limit
     # The launcher's signal may reach the rank that is left before it misses the other one, and an
     # exchange in a backward pass that misses it is an error of the trial.
     result = place / "result-0.json"

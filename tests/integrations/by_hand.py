@@ -85,6 +85,7 @@ def assert_measured(noise, expected):
     estimate = noise.estimate()
     assert int(estimate.measurements) == len(expected.noises)
     assert int(noise.altered) == int(noise.skipped) == 0
+    # float32: a difference of averages, which are close to each other.
     assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
 
 

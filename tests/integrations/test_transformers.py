@@ -379,7 +379,7 @@ def test_float16_by_layers_is_that_of_a_loop_by_hand(tmp_path):
 
 @pytest.mark.parametrize("noise_scale", [False, True])
 def test_each_model_of_model_init_has_a_scaler(noise_scale, tmp_path):
-    batches, given = token_batches(ACCUMULATION * STEPS), {"model_init": lambda: make_model()}
+    batches, given = token_batches(ACCUMULATION * STEPS), {"model_init": make_model}
     given |= {"grad_scaler": scaler_of, "noise_scale": noise_scale}
     trainer, models, states = make_trainer(tmp_path, batches, options=FP16, **given), [], []
     for _ in range(2):

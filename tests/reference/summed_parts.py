@@ -15,8 +15,3 @@ def accumulated(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def running_squares(parts: Tensor) -> Tensor:
     """Squares of the running sums of parts with shape ``(m, n)``, in their order."""
     return parts.cumsum(0).square().sum()
-
-
-def is_altered(parts: list[Tensor], gradient: Tensor) -> bool:
-    """Whether anything but the parts, added up, is in the gradient; to the bit."""
-    return not torch.equal(accumulated(parts, gradient.dtype), gradient)

@@ -20,9 +20,6 @@ def test_exact_from_the_first_value_and_by_definition_after():
         weights = [0.9 ** (i - j) for j in range(i + 1)]
         expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         assert average.value().item() == pytest.approx(expected, rel=1e-14)
-    several = MovingAverage(0.5, (2,))
-    several.update(torch.ones(2), where=torch.tensor(True))
-    assert several.value().tolist() == [1.0, 1.0]
 
 
 def test_state_goes_on_in_its_own_type():

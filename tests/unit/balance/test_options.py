@@ -51,7 +51,7 @@ def test_an_aggregator_sees_balanced_gradients(call):
 
 @pytest.mark.parametrize("name", ["UPGrad", "MGDA", "AlignedMTL", "DualProj"])
 def test_torchjd(name):
-    aggregation = pytest.importorskip("torchjd.aggregation")
+    aggregation = pytest.importorskip("torchjd.aggregation", reason="of the extra torchjd")
     y = draw(4, 7)
     got = gradient_handed_on(LossBalancer(WEIGHTS, combine=name), losses_of, y)
     expected = getattr(aggregation, name)()(rows_of(y, WEIGHTS)).view_as(y)

@@ -382,7 +382,6 @@ def test_nothing_waits_for_the_device():
         for each in (got, *got.by_group.values()):
             numbers = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
             assert {(x.device.type, x.shape) for x in numbers} == {("meta", ())}
-            assert len(numbers) == 14
 
 
 def test_batch_norm_is_warned_of():

@@ -128,7 +128,7 @@ def test_a_run_is_ones_own_by_what_lies_outside_of_its_folder(home, tmp_path, mo
 # Optimizers
 
 
-def test_files_of_optimizers_count_from_the_same_folders(tmp_path, monkeypatch):
+def test_files_of_optimizers_count_from_the_same_folders(tmp_path):
     write(tmp_path / "home")
     (tmp_path / "home" / "o.py").write_text("def mine(model, lr): ...\n")
     settings = Settings(task=SPEC, add="o.py:mine, /abs/p.py:other")

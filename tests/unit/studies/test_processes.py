@@ -59,7 +59,7 @@ def base(tmp_path_factory):
 
 @contextmanager
 def dask(script, *arguments):
-    pytest.importorskip("distributed")
+    pytest.importorskip("distributed", reason="of the extra dask")
     command = [sys.executable, "-m", f"distributed.cli.dask_{script}", "--no-dashboard", *arguments]
     process = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL)
     try:

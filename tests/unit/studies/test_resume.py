@@ -99,9 +99,6 @@ def test_a_checkpoint_is_trained_anew_only_where_it_cannot_be_trusted(cut, whole
     assert summary(folder) == summary(whole)
 
 
-# The header
-
-
 # What must not change
 
 

@@ -2,7 +2,6 @@
 
 import resource
 import sys
-import time
 
 import pytest
 
@@ -70,7 +69,7 @@ def test_a_run_that_fails_says_why(command, why):
 @pytest.mark.parametrize("end", ["timeout", "interrupted", "done"])
 def test_nothing_of_a_command_is_left(end, tmp_path):
     """Nor of its grandchildren."""
-    path, began = tmp_path / "pid", time.monotonic()
+    path = tmp_path / "pid"
     command = f"sleep 60 & echo $! > {path}; echo x=1"
 
     def poll():
@@ -85,7 +84,6 @@ def test_nothing_of_a_command_is_left(end, tmp_path):
             run(f"({command}; wait)", poll=poll, timeout=0.5 * (end == "timeout"))
     pid = int(path.read_text())
     wait_for(lambda: not alive(pid), 10)
-    assert time.monotonic() - began < 30
 
 
 def test_the_peak_of_memory_is_the_commands_own():
