@@ -205,8 +205,11 @@ def test_half_precision_numbers_do_not_overflow_or_vanish(dtype):
 
 def test_a_sum_leaves_out_what_is_not_finite_and_changes_nothing():
     good, bad = torch.tensor([1.0, 2.0]), torch.tensor([torch.nan, torch.inf])
-    got = weighted_sum([good, bad, None, good], torch.tensor([2.0, 0.0, 9.0, 0.5]))
-    assert got.tolist() == [2.5, 5.0]
+    for place in (0, 1, 3):
+        rows, factors = [good, None, good], [2.0, 9.0, 0.5]
+        rows.insert(place, bad)
+        factors.insert(place, 0.0)
+        assert weighted_sum(rows, torch.tensor(factors)).tolist() == [2.5, 5.0]
     assert good.tolist() == [1.0, 2.0]
     assert bad.isnan().any()
     assert weighted_sum([None, None], torch.ones(2)) is None
