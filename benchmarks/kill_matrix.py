@@ -1,11 +1,12 @@
 """Which test kills which fault: drawn mutants of all rooms, and mended faults put back.
 
 Every fault is tried on the tests that cover its lines, as many as a time allows, and all that fail
-are written down. `--after` says what of a table's faults the tests of today no longer kill.
+are written down. `--after` says what of a table's faults the tests of today no longer kill: it
+begins with the tests that killed them before, ends with the first that fails, and takes all tests
+of a room, slow ones too, where none of these does. `--run` and `--after` go on where they were.
 
 Run: python benchmarks/kill_matrix.py --cover --draw --run --table [--save]
      python benchmarks/kill_matrix.py --cover --after benchmarks/results/DATE-kill-matrix.json
-`--run` and `--after` go on where they were. What survives `--after` meets all tests of its room.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from kill_mutants import SOURCE, draw, git, history, place_of, planted
+from kill_mutants import SOURCE, draw, git, place_of, planted
 from side_by_side import save
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, DRAWN = 20, 420
-# Why nothing kills a fault that is left.
-REASONS = Path(__file__).with_name("kill_survivors.json")
+# For each fault a test that kills it, or why none does.
+ANSWERS = Path(__file__).with_name("kill_answers.json")
 # Tests and files that a fault meets at most, and seconds to collect a file. So many tests say as
 # surely as more that a file is about a line.
 MOST, FILES, FILE_COST, ENOUGH = 300, 8, 0.5, 20
@@ -294,10 +295,8 @@ def work_off(work, number, workers, seconds, mode):
         if planted(copy, mutant) is not None:
             # Loops are compiled anew, which takes longer than the tests.
             tests = suite.tests_of(copy, mutant, seconds / (4 if is_compiled(mutant) else 1))
-        if is_after:
-            known = [test for test in mutant["killers"] if test in suite.usable]
-            first = suite.spread(known, seconds / 2, mutant["room"]) if known else []
-            tests = [*dict.fromkeys([*first, *tests])]
+        known = [t for t in mutant.get("killers", ()) if (copy / t.partition("::")[0]).exists()]
+        tests = [*dict.fromkeys([*known[:ENOUGH], *tests])]
         row = attempt(copy, mutant, tests, 5 * seconds + 120, options)
         if is_after and row["by"] in ("", "untested"):
             # All tests of its room, also those for which there was no time, and slow ones.
@@ -306,6 +305,9 @@ def work_off(work, number, workers, seconds, mode):
             row = attempt(copy, mutant, whole, 6 * seconds, options)
             if row["by"] == "time limit":  # they may take as long without a fault
                 row |= {"by": "", "killers": []}
+        slow = [test for test in row["killers"] if "::" in test and test not in suite.usable]
+        if is_after and slow and run_tests(copy, slow, 30 * seconds)[2]:
+            row |= {"by": "", "killers": []}  # they fail without a fault, too
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(number, row["id"], row["by"], len(row["killers"]), row.get("seconds"), flush=True)
@@ -324,9 +326,8 @@ def start(work, workers, seconds, mode):
 
 
 def draw_all(work):
-    """Both kinds of faults, mixed: a part of them stands for all."""
-    copy = copy_of(work, 0)
-    mutants = [*draw(copy, SEED, DRAWN), *history(copy)]
+    """Mixed: a part of them stands for all."""
+    mutants = draw(copy_of(work, 0), SEED, DRAWN)
     random.Random(SEED).shuffle(mutants)
     (work / "mutants.json").write_text(json.dumps(mutants))
 
@@ -394,14 +395,11 @@ def commit_of(work):
 
 def text_of(work, today):
     mutants, suite = found_in(work), Suite(work)
-    drawn = [mutant for mutant in mutants if mutant["kind"] != "history"]
-    past = [mutant for mutant in mutants if mutant["kind"] == "history"]
     head = f"""# Kill matrix, {today}
 
 Commit {commit_of(work)}, {len(suite.usable)} fast tests that pass.
 Each fault meets tests that cover its lines, the shortest of eight files at most in turns."""
-    parts = [head, "## Drawn", *(of_groups(drawn, by, COUNTED, counts) for by in ("room", "kind"))]
-    parts += ["## Mended faults put back", of_groups(past, "room", COUNTED, counts)]
+    parts = [head, *(of_groups(mutants, by, COUNTED, counts) for by in ("room", "kind"))]
     left = sorted(row_of(mutant) for mutant in mutants if not is_killed(mutant))
     parts += ["## Survivors", table(["fault", "place", "change", "tests"], left)]
     return "\n\n".join(parts) + "\n"
@@ -420,30 +418,39 @@ def matrix_of(work):
     return {"tests": [*tests], "mutants": rows}
 
 
-def compare(work, file, workers, seconds):
+def compare(work, file, workers, seconds, saves):
     """Tries a table's faults once more: what of it is killed now, and why the rest is not."""
-    known, reasons = json.loads(file.read_text()), json.loads(REASONS.read_text())
+    known, answers = json.loads(file.read_text()), json.loads(ANSWERS.read_text())
     for mutant in known["mutants"]:
         mutant["was_killed"] = is_killed(mutant)
         mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
+        if answers.get(mutant["id"], "").startswith("tests/"):
+            mutant["killers"].insert(0, answers.pop(mutant["id"]))
     # What is known to survive for a reason is not tried again.
-    todo = [m for m in known["mutants"] if m["was_killed"] or m["id"] not in reasons]
+    todo = [m for m in known["mutants"] if m["was_killed"] or m["id"] not in answers]
     (work / "after.json").write_text(json.dumps(todo))
     start(work, workers, seconds, "after")
-    rows = {name: {"by": ""} for name in reasons}
-    rows |= {row["id"]: row for row in rows_of(work / "after.jsonl")}
-    tried = [mutant | rows[mutant["id"]] for mutant in known["mutants"] if mutant["id"] in rows]
+    rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
+    unknown = {"by": "", "killers": []}
+    tried = [mutant | rows.get(mutant["id"], unknown) for mutant in known["mutants"]]
+    for mutant in tried:
+        by, name = mutant["by"], mutant["id"]
+        found = mutant["killers"][0] if mutant["killers"] else by
+        answers[name] = found if is_killed(mutant) or by == "gone" else answers.get(name, "")
+    if saves:
+        ANSWERS.write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n")
     left = [m for m in tried if not is_killed(m) and m["by"] != "gone"]
-    listed = [[*row_of(m), reasons.get(m["id"], "")] for m in sorted(left, key=lambda m: m["id"])]
+    listed = [[*row_of(m)[:3], answers[m["id"]]] for m in sorted(left, key=lambda m: m["id"])]
     return f"""# Kill matrix, once more
 
-{len(tried)} of {len(known["mutants"])} faults of `{file.name}`, tests of commit {commit_of(work)}.
+{len(tried)} faults of `{file.name}`, tests of commit {commit_of(work)}.
+For each fault {seconds:g} seconds of tests; where none of these failed, all tests of its room.
 
 {of_groups(tried, "room", FATES, fates)}
 
 ## Survivors
 
-{table(["fault", "place", "change", "tests", "reason"], listed)}
+{table(["fault", "place", "change", "reason"], listed)}
 """
 
 
@@ -471,7 +478,7 @@ if __name__ == "__main__":
         start(options.work, options.workers, options.seconds, "run")
     today = datetime.date.today().isoformat()
     if options.after:
-        text = compare(options.work, options.after, options.workers, options.seconds)
+        text = compare(options.work, options.after, options.workers, options.seconds, options.save)
         print(text)
         if options.save:
             save("kill-matrix-after", text, today)

@@ -1,4 +1,4 @@
-"""Faults to plant: one edit of a node drawn by a seed, or a mended fault of the history put back.
+"""Faults to plant: edits of nodes that a seed draws.
 
 An edit is whole lines before and after, with two lines on either side that tell where they belong
 once the file has changed.
@@ -23,21 +23,6 @@ SIGNS = {ast.Lt: "<", ast.GtE: ">=", ast.Gt: ">", ast.LtE: "<=", ast.Eq: "==", a
 SIGNS |= {ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}
 # Arguments that change no result, or only where a warning is said to come from.
 IDLE = {"strict", "stacklevel"}
-# Faults that were mended together with a test, and whose mended lines are still there: commits, and
-# which of their changes to the sources, counted from the first.
-HISTORY = """
-22f1d94:0 9c10775:0,1,2 f76e591:0,1,2,3,4 82b72cc:3 82b72cc:9 82b72cc:10 82b72cc:12 2ec49d5:2,3
-918d0f8:0 883f055:0,1 1ba56d9:0,1,2,3 96b1bff:0,1,2 40a4461:3 40a4461:4,5,6,7 cf81e98:0,1
-cf81e98:2 dd8403b:0 66bc290:1,2 9f1da8c:1,3 9f1da8c:6 3a3dc0d:2 8dd0072:0 8dd0072:3 95e0907:1
-c5f7b8f:4,5,6,7,8,9 83caf60:0,1,2 6d91e99:3 f7ed301:1,2 8f2851a:0 88014de:0,1,2 74b0ca5:1
-e0f02e9:0,1,2,3,4 ec53883:1 08e6880:0,1 e8f59ca:25 2553267:0 b2f4e5e:7,8,9,10,11,14 78340e9:0
-dff9c00:0 dff9c00:2 614b9f5:8 614b9f5:27 89389c4:5 85e0122:1,4,5 144a387:2 144a387:6 a19bbfc:1,5
-8a12f67:7,8 bddda7c:0 d4b1061:8,9 cb6cade:14 cb6cade:11,16,17 c67b864:0 adc5d87:4 2fe25ee:3
-3fe4fbe:7,8 3fe4fbe:13 3958891:1,2,3,4 87772af:3 63880b3:13 46d1fe9:3 ccc0f68:16 ccc0f68:26
-fc03a42:33,35 9eac2f0:1 3798cf5:26 9cc554c:29 4a462b3:1 4a462b3:2 4a462b3:17 4a462b3:19 6b9a1f8:0
-f6069fe:19 2bb3104:32 524a364:5 c8b5fa7:3 b17bfa9:1,3,4 4331fbd:1 3e2e11e:8 38fe5a8:1,2 1428ad2:21
-7ced16e:2,3,4
-"""
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete, ast.Continue)
 
 
@@ -173,17 +158,13 @@ def edit_of(file, text, start, end, new):
     first, lines = data[:start].count(b"\n"), text.splitlines()
     last = data[:end].count(b"\n")
     after = changed.splitlines()[first : last + 1 + len(changed.splitlines()) - len(lines)]
-    return lines_edit(file, lines, first, last + 1, after)
-
-
-def lines_edit(file, lines, first, stop, after):
     return {
         "file": str(file),
         "line": first + 1,
         "above": lines[max(0, first - AROUND) : first],
-        "before": lines[first:stop],
+        "before": lines[first : last + 1],
         "after": after,
-        "below": lines[stop : stop + AROUND],
+        "below": lines[last + 1 : last + 1 + AROUND],
     }
 
 
@@ -250,64 +231,6 @@ def planted(root, mutant):
     return texts
 
 
-def history(root):
-    """The faults of `HISTORY`, put back where their mended lines still are."""
-    sources = {
-        p.relative_to(root): p.read_text().splitlines() for p in (root / SOURCE).rglob("*.py")
-    }
-    mutants = []
-    for entry in HISTORY.split():
-        commit, _, chosen = entry.partition(":")
-        parts = [
-            *parts_of(git(root, "show", "--format=", "--no-renames", commit, "--", str(SOURCE)))
-        ]
-        edits = [find(sources, *parts[int(number)]) for number in chosen.split(",")]
-        files = git(root, "show", "--format=", "--name-only", "--no-renames", commit).split()
-        mutant = {
-            "id": f"history-{entry}",
-            "kind": "history",
-            "room": room_of(edits[0]["file"]) if edits[0] else "",
-            "title": git(root, "show", "-s", "--format=%s", commit).strip(),
-            "tests": [f for f in files if re.match(r"tests/.*test_\w+\.py$", f)],
-            "edits": edits,
-        }
-        if all(edits) and planted(root, mutant):
-            mutants.append(mutant)
-        else:
-            print(f"{entry} is gone")
-    return mutants
-
-
 def git(root, *arguments):
     command = ["git", *arguments]
     return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-
-
-def parts_of(diff):
-    """Changed lines that hang together: those above, before, after and below."""
-    for hunk in re.split(r"(?m)^@@.*\n", diff)[1:]:
-        body = re.split(r"(?m)^diff ", hunk)[0].splitlines()
-        body = [line for line in body if not line.startswith("\\")]
-        signs = "".join(line[:1] or " " for line in body)
-        for match in re.finditer(r"[-+]+", signs):
-            at, end = match.span()
-            old, new = ([line[1:] for line in body[at:end] if line[0] == sign] for sign in "-+")
-            above = [line[1:] for line in body[:at] if line[:1] != "-"][-AROUND:]
-            yield above, old, new, [line[1:] for line in body[end:] if line[:1] != "-"][:AROUND]
-
-
-def find(sources, above, old, new, below):
-    """The edit back, at the one place that has these lines today, in whatever file they are now."""
-    # Lines that were only removed leave their neighbours, of which one on each side must stand.
-    if not new:
-        old, new = [above[-1], *old, below[0]], [above[-1], below[0]]
-    found = [
-        (file, at)
-        for file, lines in sources.items()
-        for at in range(len(lines) - len(new) + 1)
-        if lines[at] == new[0] and lines[at : at + len(new)] == new
-    ]
-    if len(found) != 1:
-        return None
-    file, at = found[0]
-    return lines_edit(file, sources[file], at, at + len(new), old)
