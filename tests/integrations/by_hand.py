@@ -85,7 +85,7 @@ def assert_measured(noise, expected):
     estimate = noise.estimate()
     assert int(estimate.measurements) == len(expected.noises)
     assert int(noise.altered) == int(noise.skipped) == 0
-    # float32: a difference of averages, which are close to each other.
+    # 1e-5 but in float16, which rounds subnormal gradients elsewhere, and over processes.
     assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
 
 
@@ -102,7 +102,7 @@ def assert_measured_on_ranks(found, kind, expected):
     """All processes have the same noise scale, that of one loop by hand."""
     assert {(row["kind"], row["altered"]) for row in found} == {(kind, 0)}
     assert len({row["value"] for row in found}) == 1
-    assert found[0]["value"] == pytest.approx(expected.value, rel=1e-3)
+    assert found[0]["value"] == pytest.approx(expected.value, rel=1e-3)  # as above
 
 
 class BadBackward(torch.nn.Module):

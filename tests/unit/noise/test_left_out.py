@@ -36,7 +36,7 @@ ALTERATIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("alteration", ALTERATIONS)
-def test_it_is_noticed_left_out_counted_and_said(alteration, dtype):
+def test_an_altered_gradient_is_noticed_left_out_counted_and_said(alteration, dtype):
     alter, told = ALTERATIONS[alteration]
     model, x, y = make(dtype)
     noise = NoiseScale(model, samples=5)
@@ -227,7 +227,7 @@ def test_passes_that_are_no_micro_batches_are_refused(loop, options, what):
         measured(loop, **options)
 
 
-def test_or_added_up_in_one_context():
+def test_losses_of_one_sample_are_added_up_in_one_context():
     """By the difference that both make to `.grad`; 1e-12: it is a difference."""
     together = measured(summed, samples=4)
     assert torch.equal(measured(fills, samples=4), together)

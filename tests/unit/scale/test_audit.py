@@ -74,7 +74,7 @@ def test_what_gets_around_a_boundary_is_refused_before_the_backward_pass(case):
         scaler.scale(loss(model))
 
 
-def test_its_overflow_moves_what_lies_around_it():
+def test_an_overflow_in_a_layer_moves_what_lies_around_it():
     model = Head()
     scaler = LayerwiseGradScaler(model, "auto", min_scale=2.0**-3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -87,7 +87,7 @@ def test_its_overflow_moves_what_lies_around_it():
     assert scaler.get_overflows() == {"": 0, "embed": 1, "block": 0}
 
 
-def test_fixed_at_one_it_may_be_used_anywhere():
+def test_a_layer_fixed_at_one_may_be_used_anywhere():
     def gradients(scales):
         torch.manual_seed(0)
         return unscaled_gradients(Head(), scales, loss_of, init_scale=4.0)

@@ -63,7 +63,7 @@ def test_every_parameter_gets_a_gradient(task, model):
 
 
 @pytest.mark.few(3)
-def test_it_trains(task, model):
+def test_each_task_trains(task, model):
     before = mean_loss(task, model)
     optimizer = task.optimizer(model, task.lr)
     for step in range(100 if task.name not in BUILT_IN else 60):

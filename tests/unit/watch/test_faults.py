@@ -325,7 +325,7 @@ def test_a_mask_without_backward_is_no_fault():
     assert (watch.report(), watch.batches) == (None, 2)
 
 
-def test_first_of_the_last_row():
+def test_the_report_names_the_first_fault_of_the_last_row():
     """A fault that was overcome is forgotten when the next one comes."""
     model, _ = make("residual")
     watch, (x, y) = GradientWatch(model), data()

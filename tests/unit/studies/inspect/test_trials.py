@@ -152,7 +152,7 @@ def test_what_is_infinite_stays_so(seed, micro_batch_size):
     assert culprits == (["1"] if (draws > 0.84).any() else [])
 
 
-def test_it_leaves_no_trace():
+def test_a_probe_leaves_no_trace():
     """A batch may be augmented by any generator; one that is repeated is the same batch."""
     trainer, seen = moody(lucky=-1.0), []
     batch = trainer.task.train.batch
