@@ -85,7 +85,7 @@ def assert_measured(noise, expected):
     estimate = noise.estimate()
     assert int(estimate.measurements) == len(expected.noises)
     assert int(noise.altered) == int(noise.skipped) == 0
-    # 1e-5 but in float16, which rounds subnormal gradients elsewhere, and over processes.
+    # 1e-5 would do, but not in float16, where subnormal gradients round, nor over processes.
     assert float(estimate.value) == pytest.approx(expected.value, rel=1e-3)
 
 
