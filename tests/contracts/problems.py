@@ -1,8 +1,10 @@
 """Parameters and gradients that the contracts are tried on."""
 
+import io
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,24 @@ def small_codes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def small_parameters_are_coded() -> Iterator[None]:
+    """For the tests of the file or folder that imports this."""
+    with small_codes():
+        yield
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The same values for every call: matrices, a scalar, one element, none."""
     draw = torch.Generator().manual_seed(0)
@@ -43,7 +63,7 @@ def give_gradients(params: Iterable[Tensor], step: int, none: bool = True) -> No
     """Gradients of a step; one parameter has none now and then."""
     draw = torch.Generator().manual_seed(100 + step)
     for place, p in enumerate(params):
-        gradient = torch.randn(p.shape, generator=draw).to(p.dtype)
+        gradient = torch.randn(p.shape, generator=draw).to(p.device, p.dtype)
         p.grad = None if none and place == 1 and step % 4 == 2 else gradient
 
 
@@ -68,6 +88,14 @@ def tensors_of(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 def snapshot(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
     own = [p.detach().clone() for p in params]
     return own + [t.clone() for _, t in tensors_of(optimizer)]
+
+
+def reloaded(state: Any) -> Any:
+    """Saved to a file and loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def assert_same(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Saving, loading, masters, names and exchanged groups, for every optimizer of the table."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.contracts.problems import (
     clones,
     give_gradients,
     parameters,
+    reloaded,
     run,
     snapshot,
 )
@@ -25,13 +25,6 @@ RATES = {
     "0-d": lambda: torch.tensor(0.02),
     "one element": lambda: torch.tensor([0.02]),
 }
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_go_on_alike(optimizer, params, other, others, steps):
@@ -62,7 +55,7 @@ def test_resumes_to_the_bit(entry, dtype, stop, rate, is_file):
     go_on(optimizer, schedule, params, range(stop))
     others = clones(params)
     resumed, second = make(others)
-    load = through_a_file if is_file else lambda state_dict: state_dict
+    load = reloaded if is_file else lambda state_dict: state_dict
     resumed.load_state_dict(load(optimizer.state_dict()))
     second.load_state_dict(load(schedule.state_dict()))
     assert_same(snapshot(optimizer, params), snapshot(resumed, others))
@@ -116,7 +109,7 @@ def test_an_older_state_dict_lacks_options_and_counts_in_numbers(entry):
         state["step"] = state["step"].item()
     others = clones(params)
     other = entry(others)
-    other.load_state_dict(through_a_file(saved))
+    other.load_state_dict(reloaded(saved))
     for option in {*optimizer.param_groups[0]} - {"params"}:
         assert other.param_groups[0][option] == other.defaults[option]
     assert_same(snapshot(optimizer, params), snapshot(other, others))
@@ -134,7 +127,7 @@ def test_names_are_kept_and_saved_and_may_come_and_go(entry, is_named):
     ]
     optimizer, other = map(entry, given)
     run(optimizer, params, range(4))
-    saved = through_a_file(optimizer.state_dict())
+    saved = reloaded(optimizer.state_dict())
     names = [f"p{i}" for i in range(len(params))]
     assert saved["param_groups"][0].get("param_names") == (names if is_named[0] else None)
     other.load_state_dict(saved)

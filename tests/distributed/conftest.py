@@ -1,10 +1,3 @@
-import pytest
+"""In this process as on all ranks."""
 
-from tests.contracts.problems import small_codes
-
-
-@pytest.fixture(autouse=True)
-def _small_parameters_have_codes():
-    """In this process as on all ranks."""
-    with small_codes():
-        yield
+from tests.contracts.problems import small_parameters_are_coded  # noqa: F401

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
+from tests.distributed.training import shard
 
 BATCH = 8
 # Of LAMB: smaller than gradients are.
@@ -58,11 +59,6 @@ def net(**options):
     return Net(**options)
 
 
-def shard_fsdp(model, **options):
-    fully_shard(model.first, **options)
-    return fully_shard(model, **options)
-
-
 def split_rows_and_columns(model, mesh):
     parallelize_module(model, mesh, {"second": ColwiseParallel(), "third": RowwiseParallel()})
 
@@ -79,9 +75,9 @@ def make(layout, **options):
     if layout == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
     if layout == "fsdp":
-        return shard_fsdp(model)
+        return shard(model, model.first)
     if layout == "offload":
-        return shard_fsdp(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return shard(model, model.first, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))
         return fully_shard(model, mesh=mesh)

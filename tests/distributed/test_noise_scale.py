@@ -57,7 +57,7 @@ def wrapped(kind, options, world):
             model.float()
         if "offloaded" in options:
             given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        shard(model, **given)
+        shard(model, model[0], model[3], **given)
     if "every pass reduced" in options:
         return model, lambda last: nullcontext()
 

@@ -21,10 +21,10 @@ from tests.distributed.optim_models import (
     locals_of,
     net,
     same_bits,
-    shard_fsdp,
     whole,
 )
 from tests.distributed.ranks import on_ranks
+from tests.distributed.training import shard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def begin(maker, world):
         module.bfloat16()
     if world > 1:
         policy = CPUOffloadPolicy(pin_memory=False) if world == 3 else OffloadPolicy()
-        shard_fsdp(model, offload_policy=policy)
+        shard(model, model.first, offload_policy=policy)
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.ndim > 1]},

@@ -2,22 +2,17 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
 from tests.distributed.optim_models import whole
 from tests.distributed.ranks import in_turn
+from tests.distributed.training import shard
 from tests.unit.scale.training import SCALES, Poison, assert_equal, batch, make, weights_of
 
 pytestmark = pytest.mark.distributed
 STEPS, BAD = 5, 2
-
-
-def shard(model):
-    fully_shard(model.b)
-    return fully_shard(model)
 
 
 def loss_of(model, step, rank, world):
@@ -119,7 +114,7 @@ def other_layers(rank, world):
 def wrappers(rank, world):
     return [
         check_wrapper(wrap, rank, world, before)
-        for wrap in (DistributedDataParallel, shard)
+        for wrap in (DistributedDataParallel, lambda model: shard(model, model.b))
         for before in (False, True)
     ]
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,19 +29,18 @@ from steadygrad.studies.trainer import Trainer
 from tests.distributed import ranks
 from tests.unit.studies import framework
 from tests.unit.studies.compare import runs as comparisons
-from tests.unit.studies.framework import PLAN, Watcher, lines, part, recorded, tiny, wait_for
+from tests.unit.studies.framework import Watcher, lines, part, recorded, tiny, wait_for
 from tests.unit.studies.inspect.runs import look, parts_of, spec
+from tests.unit.studies.results import SMALL, changed
 from tests.unit.studies.test_start import TASK, Training, make_optimizer, plain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # Every exchange between processes waits for the slower one: fewer steps than elsewhere.
-ADVISE = msgspec.structs.replace(
-    PLAN, samples=64, points=(32, 64), branch_samples=(32, 32), multiples=((1, 2),) * 2
-)
+ADVISE = changed(SMALL, samples=64, points=(32, 64), branch_samples=(32, 32))
 ALL = comparisons.ALL
 COMPARE = comparisons.planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
-SMALLER = msgspec.structs.replace(COMPARE, optimizers=("adamw", "lans"))
+SMALLER = changed(COMPARE, optimizers=("adamw", "lans"))
 STEPS = 16  # of a phase of inspect
 CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
 

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad.watch import GradientWatch, check_accumulation
 from tests.distributed.ranks import in_turn
+from tests.distributed.training import shard
 from tests.unit.watch.nets import FAULTS, data, make, mse
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -23,9 +23,7 @@ def build():
 def wrap(model, kind):
     if kind == "ddp":
         return DistributedDataParallel(model)
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return shard(model, *model.blocks)
 
 
 def found_by(watch):

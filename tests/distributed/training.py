@@ -1,4 +1,4 @@
-"""One small model and its samples, on one process or on several."""
+"""One small model and its samples, on one process or on several; any model, sharded."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def loss_of(model, x, y):
     return (model(x) - y).square().sum(-1).mean()
 
 
-def shard(model, **options):
-    for layer in (model[0], model[3]):
-        fully_shard(layer, **options)
+def shard(model, *blocks, **options):
+    for block in blocks:
+        fully_shard(block, **options)
     return fully_shard(model, **options)

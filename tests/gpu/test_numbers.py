@@ -17,7 +17,8 @@ from tests.contracts.problems import (
     every_type,
     give_gradients,
     parameters,
-    small_codes,
+    run,
+    small_parameters_are_coded,  # noqa: F401
     snapshot,
     tensors_of,
 )
@@ -27,12 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Expected a fused kernel for Adan"),
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _small_parameters_have_codes():
-    with small_codes():
-        yield
 
 
 @pytest.fixture
@@ -53,19 +48,6 @@ def on_device(dtype=torch.float32):
     return [p.requires_grad_() for p in found]
 
 
-def fill(params, step, none=True):
-    host = [torch.zeros(p.shape, dtype=p.dtype) for p in params]
-    give_gradients(host, step, none)
-    for p, q in zip(params, host, strict=True):
-        p.grad = None if q.grad is None else q.grad.to(p.device)
-
-
-def follow(optimizer, params, steps, none=True):
-    for step in steps:
-        fill(params, step, none)
-        optimizer.step()
-
-
 def by_kernels(optimizer):
     return all(batch.tables for batch in optimizer._built)
 
@@ -78,7 +60,7 @@ def test_all_modes_agree(entry, dtype):
     sets = [on_device(dtype) for _ in modes]
     optimizers = [entry(params, **mode) for params, mode in zip(sets, modes, strict=True)]
     for params, optimizer in zip(sets, optimizers, strict=True):
-        follow(optimizer, params, range(12))
+        run(optimizer, params, range(12))
     one, again, calls, default = map(snapshot, optimizers, sets)
     # The same bits every time; the default is multi-tensor calls.
     assert_same(one, again)
@@ -99,7 +81,7 @@ def test_calls_are_those_of_the_cpu(name, dtype):
     entry = OPTIMIZERS[name]
     device, host = on_device(dtype), [p.cpu().detach().requires_grad_() for p in on_device(dtype)]
     for params in (device, host):
-        follow(entry(params, foreach=True), params, range(12))
+        run(entry(params, foreach=True), params, range(12))
     for a, b in zip(device, host, strict=True):
         # Sums in another order; a 16-bit weight may round to its neighbour.
         rounding = 2e-2 if dtype in (torch.bfloat16, torch.float16) else 2e-5
@@ -113,13 +95,13 @@ def test_calls_are_those_of_the_cpu(name, dtype):
 def test_a_gradient_that_is_not_finite_changes_nothing(entry, dtype, bad):
     params = on_device(dtype)
     optimizer = entry(params, fused=True)
-    follow(optimizer, params, range(3))
-    fill(params, 3)
+    run(optimizer, params, range(3))
+    give_gradients(params, 3)
     params[-2].grad[-1, -1] = bad
     before = snapshot(optimizer, params)
     optimizer.step()
     assert_same(before, snapshot(optimizer, params))
-    follow(optimizer, params, [4])
+    run(optimizer, params, [4])
     assert optimizer.skipped == 1
     assert not torch.equal(before[0], params[0])
 
@@ -136,9 +118,9 @@ def test_captured_graphs_take_the_same_steps(entry, dtype):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        follow(theirs, captured, range(2), none=False)
+        run(theirs, captured, range(2), none=False)
     torch.cuda.current_stream().wait_stream(stream)
-    follow(ours, plain, range(2), none=False)
+    run(ours, plain, range(2), none=False)
     graphs = []
     for _ in range(2):
         static = [torch.zeros_like(p) for p in captured]
@@ -150,7 +132,7 @@ def test_captured_graphs_take_the_same_steps(entry, dtype):
         graphs.append((graph, static))
     for step in range(2, 11):
         rate.fill_(0.01 / step)
-        fill(plain, step, none=False)
+        give_gradients(plain, step, none=False)
         if step == 6:
             plain[4].grad[0, 0, 0] = torch.nan
         if step % 3 == 2:
@@ -171,7 +153,7 @@ def test_captured_graphs_take_the_same_steps(entry, dtype):
 def test_capture_without_capturable_is_refused():
     params = on_device()
     optimizer = LANS(params)
-    fill(params, 0)
+    give_gradients(params, 0)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(graph):
         optimizer.step()

@@ -1,7 +1,6 @@
 """A random life of an optimizer, each step of which is judged by the equations."""
 
 import copy
-import io
 from collections import Counter
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from tests.contracts.problems import small_codes
+from tests.contracts.problems import reloaded, small_codes
 from tests.property.oracle import StepOracle, assert_kept, everything
 
 __all__ = ["MODES", "OPTIMIZERS", "STATES", "OptimizerMachine"]
@@ -266,15 +265,12 @@ class OptimizerMachine(RuleBasedStateMachine):
     @rule(mode=st.sampled_from([*MODES]))
     def load(self, mode: str) -> None:
         """A file, read into another optimizer of another mode, which goes on."""
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
-        file.seek(0)
         groups = [
             {**group, **dict.fromkeys(("foreach", "fused")), **MODES[mode]}
             for group in self.optimizer.param_groups
         ]
         other = self.kind(groups)
-        other.load_state_dict(torch.load(file, weights_only=True))
+        other.load_state_dict(reloaded(self.optimizer.state_dict()))
         assert_kept(everything(other), everything(self.optimizer))
         for group in other.param_groups:
             group.update({**dict.fromkeys(("foreach", "fused")), **MODES[mode]})

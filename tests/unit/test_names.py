@@ -6,14 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from steadygrad._names import own_name
-
-
-class Net(nn.Module):
-    """With a submodule that is called as DDP calls the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(2, 2)
+from tests.unit.nets import Net
 
 
 @pytest.fixture
@@ -26,7 +19,8 @@ def group():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wrapped", ["plain", "compiled", "ddp", "compiled ddp", "ddp of compiled"])
 def test_own_name(wrapped):
-    model = Net()
+    # With a submodule that is called as DDP calls the model.
+    model = Net(None, module=nn.Linear(2, 2))
     for wrapper in reversed(wrapped.split(" ")):
         if wrapper == "compiled":
             model = torch.compile(model)

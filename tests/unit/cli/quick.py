@@ -9,20 +9,9 @@ from typing import Any
 
 from steadygrad.cli import main
 from tests.unit.studies.framework import ROOT, environment, planned, tiny
-from tests.unit.studies.results import PLAN as SMALL
-from tests.unit.studies.results import changed
+from tests.unit.studies.results import SMALL
 
-__all__ = ["PLAN", "ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
-
-PLAN = changed(
-    SMALL,
-    samples=128,
-    points=(64, 128),
-    branch_samples=(64, 64),
-    multiples=((1, 2), (1, 2)),
-    noise_steps=(2, 2),
-    seeds=3,
-)
+__all__ = ["ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
 
 # Options of studies of the tiny task, of about a second of training. None of their plans depends
 # on the clock.
@@ -34,8 +23,8 @@ STUDIES = {
 
 
 def quick() -> Any:
-    """Makes every plan ``PLAN``, and measures no speed for long."""
-    return planned(PLAN)
+    """Makes every plan ``SMALL``, and measures no speed for long."""
+    return planned(SMALL)
 
 
 def program(*arguments: str, module: str = "tests.unit.cli.quick", **options: Any) -> Any:

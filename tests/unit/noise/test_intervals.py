@@ -18,6 +18,7 @@ from steadygrad.noise.intervals import (
 from tests.reference import noise_drift as reference
 from tests.reference import summed_parts
 from tests.reference.noise_scale import fieller_by_search
+from tests.unit.noise.training_loop import course_of, histories
 
 DIM = 64
 
@@ -225,38 +226,6 @@ def test_too_few_measurements_say_nothing(n):
     # The ratio of averages, and not the average of ratios.
     expected = [math.nan, 1.0, 4.0][n]
     assert got.value.item() == pytest.approx(expected, rel=1e-12, nan_ok=True)
-
-
-def histories(course, strength, replicates=500, seed=0, rho=0.0):
-    """Noise and signal, newest first, of 8 parts of 8 samples in 64 dimensions.
-
-    The true signal is 1 over `course`, so that the ratio is `64 * strength * course`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (replicates, len(course))
-
-    def chi_square(degrees):
-        half = torch.full(shape, degrees / 2, dtype=torch.float64)
-        return 2 * torch._standard_gamma(half, generator=generator)
-
-    axis = strength / 64
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-    noise = 64 * strength * chi_square(448) / 448
-    signal = (course**-0.5 + axis**0.5 * normal).square() + axis * chi_square(63) - noise / 64
-    return correlated(noise, rho), correlated(signal, rho)
-
-
-def correlated(x, rho):
-    z = x - x.mean()
-    for t in range(1, x.shape[-1]) if rho else ():
-        z[:, t] = rho * z[:, t - 1] + (1 - rho**2) ** 0.5 * z[:, t]
-    return z + x.mean()
-
-
-def course_of(growth, n, span):
-    age = torch.arange(n, dtype=torch.float64)
-    courses = {"none": torch.ones_like(age), "exponential": 4 ** (-age / span)}
-    return courses.get(growth, 1 - 0.75 * age / n)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.estimate import empty_ring, estimate_from, push, skipped_in
-from tests.unit.noise.test_intervals import course_of, histories
 from tests.unit.noise.training_loop import (
     COUNTS,
     Preconditioned,
     Shared,
     accumulate,
     assert_defined,
+    course_of,
     found,
+    histories,
     last,
     left_out,
     losses,

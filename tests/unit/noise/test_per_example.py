@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steadygrad._checks import InputError
 from steadygrad.noise.per_example import ExampleNorms
+from tests.unit.nets import Net
 
 # float64 throughout unless a test says otherwise; sums have at most some thousand terms.
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -207,23 +208,12 @@ def test_only_the_first_good_recording_waits_for_the_device(monkeypatch):
     assert counts == [1, 2, 2]
 
 
-class Ahead(nn.Module):
-    """A module whose first dimension is not the examples, or which is not called at all."""
-
-    def __init__(self, code: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.code, self.place = code, nn.Embedding(5, WIDTH)
-        self.embed, self.mix = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.code(self, self.embed(rows))
-
-
-def plain(own: Ahead, x: Tensor) -> Tensor:
+def plain(own: Net, x: Tensor) -> Tensor:
     return own.mix(x).sum((1, 2))
 
 
-# What a model does, and the name of the layer or weight that is refused.
+# What a model does with its embedded rows, and the name of the layer or weight that is refused: its
+# first dimension is not the examples, or it is not called at all.
 ODD = {
     "positions": (lambda own, x: plain(own, x + own.place(torch.arange(x.shape[1]))), "`place`"),
     "one vector": (lambda own, x: own.mix(x.sum((0, 1))).sum().expand(len(x)), "`mix`"),
@@ -242,7 +232,9 @@ ODD = {
 @pytest.mark.parametrize("how", ODD)
 def test_what_cannot_be_measured_is_refused(how: str):
     code, name = ODD[how]
-    model, batch = Ahead(code), rows_of(5)
+    layers = {"place": nn.Embedding(5, WIDTH), "embed": nn.Embedding(ROWS, WIDTH)}
+    layers["mix"] = nn.Linear(WIDTH, ROWS, bias=False)
+    model, batch = Net(lambda own, rows: code(own, own.embed(rows)), **layers), rows_of(5)
     if how == "compiled":
         model.mix = torch.compile(model.mix, backend="eager")
     taps = ExampleNorms(model)

@@ -1,7 +1,6 @@
 """`BatchedOptimizer`: stacked computation, state for each parameter, what is written back."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.optim.batched import BatchedOptimizer
-from tests.contracts.problems import SHAPES, Watch, assert_same, parameters, run
+from tests.contracts.problems import SHAPES, Watch, assert_same, parameters, reloaded, run, snapshot
 
 
 class Momentum(BatchedOptimizer):
@@ -47,12 +46,6 @@ def started(dtype=torch.float64, **options):
     return params, optimizer, optimizer.param_groups[0]
 
 
-def snapshot(params, optimizer):
-    return [p.detach().clone() for p in params] + [
-        t.clone() for p in params for t in optimizer.state[p].values()
-    ]
-
-
 @pytest.mark.parametrize("at_once", [True, False])
 def test_equals_torchs_own_to_the_bit(at_once):
     ours, theirs = pairs(), pairs()
@@ -70,21 +63,18 @@ def test_resumes_to_the_bit(at_once, way):
     params = pairs()
     first = Momentum(params, at_once=at_once)
     run(first, params, range(5))
-    kept = snapshot(params, first)
+    kept = snapshot(first, params)
     if way == "deepcopy":
         others, second = copy.deepcopy((params, first))
         second.none_grads = "zero"  # torch copies groups and state only
     else:
-        file = io.BytesIO()
-        torch.save(first.state_dict(), file)
-        file.seek(0)
         others = [nn.Parameter(p.detach().clone()) for p in params]
         second = Momentum(others, at_once=at_once)
-        second.load_state_dict(torch.load(file, weights_only=True))
+        second.load_state_dict(reloaded(first.state_dict()))
     run(second, others, range(5, 10))
     assert_same(others, straight)
     # What was loaded is a copy.
-    assert_same(snapshot(params, first), kept)
+    assert_same(snapshot(first, params), kept)
 
 
 def test_state_keeps_its_own_type_through_a_load():
@@ -154,10 +144,10 @@ WRONG = {
 def test_what_goes_wrong_writes_neither_parameters_nor_state(case):
     spoil, kind, match = WRONG[case]
     params, optimizer, group = started()
-    before = snapshot(params, optimizer)
+    before = snapshot(optimizer, params)
     with pytest.raises(kind, match=match), optimizer.batched_params(group) as batches:
         spoil(batches)
-    assert_same(snapshot(params, optimizer), before)
+    assert_same(snapshot(optimizer, params), before)
 
 
 def test_assigned_state_is_read_back_kept_apart_and_stays_where_it_is():

@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, SECOND, decode, encode, seeds_at
-from tests.contracts.problems import run
+from tests.contracts.problems import run, threads
 
 both = pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
 OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
@@ -135,16 +135,13 @@ def trained(make, **options):
 @every_optimizer
 def test_the_same_bits_by_any_number_of_threads_and_both_paths(make):
     expected, weights = trained(make, foreach=True)
-    before, first = torch.get_num_threads(), None
-    try:
-        for count in (1, 2, 3, 4):
-            torch.set_num_threads(count)
+    first = None
+    for count in (1, 2, 3, 4):
+        with threads(count):
             found, params = trained(make, fused=True)
-            assert all(map(torch.equal, found, expected))
-            first = first or params
-            assert all(map(torch.equal, params, first))
-    finally:
-        torch.set_num_threads(before)
+        assert all(map(torch.equal, found, expected))
+        first = first or params
+        assert all(map(torch.equal, params, first))
     for p, q in zip(first, weights, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

@@ -10,7 +10,7 @@ from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.loops import numbers, runtime
 from steadygrad.optim.loops.numbers import BLOCK
 from steadygrad.optim.loops.runtime import CHUNK, Table
-from tests.contracts.problems import assert_same, give_gradients
+from tests.contracts.problems import assert_same, give_gradients, threads
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 FLOATS = (torch.float32,) * 4
@@ -93,14 +93,10 @@ def trained(make, options, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_waves_are_the_passes_by_any_number_of_threads(case, monkeypatch):
     make, options, dtype = CASES[case]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
+    with threads(4):
         shared = trained(make, options, dtype)
-        torch.set_num_threads(1)
+    with threads(1):
         weights, averages = trained(make, options, dtype)
-    finally:
-        torch.set_num_threads(before)
     assert_same([*weights, *averages], [*shared[0], *shared[1]])
     monkeypatch.setattr(ShardedOptimizer, "_is_alone", False)
     expected, others = trained(make, options, dtype)

@@ -15,7 +15,7 @@ import torch
 from steadygrad import optim
 from steadygrad.optim import LANS, ScaledAdam, loops
 from steadygrad.optim.loops import numbers
-from tests.contracts.problems import assert_same, run
+from tests.contracts.problems import assert_same, run, threads
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 of_forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -30,15 +30,7 @@ def trained(make, **mode):
     return [p.detach() for p in params]
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
+@threads(2)
 def test_several_python_threads_step_at_once():
     expected, found = trained(ScaledAdam, fused=True), {}
 
@@ -72,7 +64,7 @@ def in_a_fork(work):
 
 @needs_fork
 @of_forks
-@pytest.mark.usefixtures("two_threads")
+@threads(2)
 def test_a_forked_process_steps_too():
     def work():
         # Torch's own operations would wait for the parent's threads; only the loops use two.

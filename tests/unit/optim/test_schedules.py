@@ -1,6 +1,5 @@
 """`WarmupHoldDecay` and `Eden`: ordinary torch schedulers of known shapes."""
 
-import io
 from fractions import Fraction
 
 import pytest
@@ -10,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from steadygrad._checks import InputError
 from steadygrad.optim.schedules import Eden, WarmupHoldDecay
-from tests.contracts.problems import Watch
+from tests.contracts.problems import Watch, reloaded
 from tests.reference import schedules as reference
 
 MAKERS = {
@@ -131,10 +130,7 @@ def test_resume_is_exact(name, kind):
 
     want = advanced(22)[-1]
     optimizer, schedule, _ = advanced(7)
-    file = io.BytesIO()
-    torch.save([optimizer.state_dict(), schedule.state_dict()], file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = reloaded([optimizer.state_dict(), schedule.state_dict()])
     optimizer = make_optimizer(kind(9.0), 9.0)
     schedule = OTHERS[name](optimizer)
     optimizer.load_state_dict(saved[0])

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
-from tests.unit.scale.cases import Net, block, linear
+from tests.unit.nets import Net
+from tests.unit.scale.cases import block, linear
 from tests.unit.scale.training import assert_equal, take_step, unscaled_gradients
 
 TOKENS = torch.arange(11)

@@ -10,7 +10,8 @@ from steadygrad._checks import InputError
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.layers import automatic_layers
 from tests.contracts.problems import hooks_of
-from tests.unit.scale.cases import Net, block, tied
+from tests.unit.nets import Net
+from tests.unit.scale.cases import block, tied
 from tests.unit.scale.training import Model
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from steadygrad.studies.advise.schema import Plan, Settings
+from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import read_run
@@ -24,23 +24,12 @@ from steadygrad.studies.run import resume, start
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies import tiny_task
+from tests.unit.studies.results import PLAN
 
 TINY = Path(tiny_task.__file__)
 ROOT = Path(__file__).parents[3]
 # A complete run, before its page is drawn.
 FILES = ["header.json", "results", "summary.json"]
-PLAN = Plan(
-    batch_size=4,
-    samples=256,
-    points=(64, 256),
-    branch_samples=(96, 192),
-    multiples=((1, 2, 4), (1, 2, 4)),
-    noise_steps=(2, 2),
-    repeats=2,
-    seeds=3,
-    samples_per_second=200.0,
-    work=10_628,
-)
 
 
 def tiny(factory="make_task"):

@@ -2,15 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from steadygrad._checks import InputError
 from steadygrad.studies.advise import schema as advise
 from steadygrad.studies.advise.schema import Branch, Noise, Plan, Settings
 from steadygrad.studies.folder import (
@@ -22,6 +19,7 @@ from steadygrad.studies.folder import (
     write_summary,
 )
 from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo
+from steadygrad.studies.trials import Trial
 
 TASK = TaskInfo(
     spec="tiny_task.py:make_task",
@@ -49,21 +47,26 @@ RUNTIME = Runtime(
 )
 PLAN = Plan(
     batch_size=4,
-    samples=512,
-    points=(128, 512),
-    branch_samples=(64, 256),
-    multiples=((1, 2, 4), (1, 2, 4, 8)),
-    noise_steps=(8, 8),
+    samples=256,
+    points=(64, 256),
+    branch_samples=(96, 192),
+    multiples=((1, 2, 4), (1, 2, 4)),
+    noise_steps=(2, 2),
     repeats=2,
-    seeds=64,
-    samples_per_second=100.0,
-    work=4096,
+    seeds=3,
+    samples_per_second=200.0,
+    work=10_628,
 )
 
 
 def changed(value: Any, **fields: Any) -> Any:
     """A copy of a typed value with other fields."""
     return msgspec.structs.replace(value, **fields)
+
+
+SMALL = changed(
+    PLAN, samples=128, points=(64, 128), branch_samples=(64, 64), multiples=((1, 2), (1, 2))
+)
 
 
 def make_header(
@@ -95,6 +98,15 @@ def make_branch(loss: float = 0.9, *, batch_size: int = 4, **fields: Any) -> Bra
     return Branch(**{"loss": loss, "batch_size": batch_size, "steps": steps, **known, **fields})
 
 
+def job(number: int, loss: float | None = None) -> dict[str, Any]:
+    return {"kind": "point", "point": number, "loss": loss}
+
+
+def trial(number: int, *needs: int, cost: int = 10) -> Trial:
+    keys = tuple(("point", need) for need in needs)
+    return Trial(("point", number), cost, lambda results: job(number), f"trial {number}", keys)
+
+
 def write(folder: Path, *results: Result, summary: dict[str, Any] | None = None) -> Run:
     """Writes a run, and reads it back."""
     with pytest.MonkeyPatch.context() as patch:
@@ -122,13 +134,3 @@ def rewrite_header(folder: Path, change: Any) -> None:
 
 def no_space(*_):
     raise OSError(28, "No space left on device")
-
-
-@contextmanager
-def refused(*parts: str, kind: type[InputError] = InputError) -> Iterator[pytest.ExceptionInfo]:
-    """Expects an error that is one line, with these parts in it."""
-    with pytest.raises(kind) as error:
-        yield error
-    text = str(error.value)
-    assert "\n" not in text
-    assert all(part in text for part in parts), text

@@ -19,22 +19,14 @@ from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
 from steadygrad.studies.work import Coordinator, finished
 from steadygrad.studies.workplace import Workplace
+from tests.refusals import refused
 from tests.unit.studies.advise import events
 from tests.unit.studies.framework import Watcher, timeless
-from tests.unit.studies.results import make_header, refused
+from tests.unit.studies.results import job, make_header, trial
 
 
 def point(number, loss=None):
     return events.point(number, 8, losses=lambda _: float(number if loss is None else loss))
-
-
-def job(number, loss=None):
-    return {"kind": "point", "point": number, "loss": loss}
-
-
-def trial(number, *needs, cost=10):
-    keys = tuple(("point", need) for need in needs)
-    return Trial(("point", number), cost, lambda results: job(number), f"trial {number}", keys)
 
 
 def toy(plan, place, **job):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from steadygrad._checks import InputError
 from steadygrad.studies import executors, work
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.deadline import Deadline
@@ -14,9 +15,10 @@ from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import makespan
+from steadygrad.tasks import TaskError
+from tests.refusals import refused
 from tests.unit.studies.framework import FILES, begin, go_on, left, make_trainer, part, timeless
-from tests.unit.studies.results import make_header, refused
-from tests.unit.studies.test_coordinator import trial
+from tests.unit.studies.results import make_header, trial
 from tests.unit.studies.tiny_task import make_task
 
 # Workers, threads and speed
@@ -210,5 +212,5 @@ def test_a_run_goes_on_with_or_without_an_executor(whole, pools, tmp_path):
     ],
 )
 def test_what_makes_no_executor_is_refused(pools, spec, part):
-    with refused(part):
+    with refused(part, kind=InputError if part == "--workers" else TaskError):
         made_workers(spec.format(file=pools), 0)

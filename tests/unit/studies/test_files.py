@@ -10,9 +10,10 @@ import pytest
 from steadygrad.studies.compare.schema import Settings
 from steadygrad.studies.files import digests, load_recorded_task, located
 from steadygrad.studies.folder import read_run
+from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, contents, copy, go_on, lines, part
-from tests.unit.studies.results import refused, rewrite_header
+from tests.unit.studies.results import rewrite_header
 
 TASK = """
 from pathlib import Path

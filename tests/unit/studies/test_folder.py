@@ -18,6 +18,7 @@ from steadygrad.studies.folder import (
     write_summary,
 )
 from steadygrad.studies.schema import Result
+from tests.refusals import refused
 from tests.unit.studies.advise.events import point, scratch
 from tests.unit.studies.framework import contents
 from tests.unit.studies.results import (
@@ -25,7 +26,6 @@ from tests.unit.studies.results import (
     make_header,
     make_noise,
     no_space,
-    refused,
     rewrite,
     write,
 )
@@ -70,12 +70,12 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path):
 def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with refused("--out"):
+        with refused("--out", kind=RunError):
             create(folder, make_header())
     with pytest.raises(TypeError):
         create(tmp_path / "run", make_header(environment={"torch": object()}))
     monkeypatch.setattr(os, "fsync", no_space)
-    with refused("No space left", "--out"):
+    with refused("No space left", "--out", kind=RunError):
         create(tmp_path / "a" / "b", make_header())
     assert names(tmp_path) == ["file"]
 

@@ -18,6 +18,7 @@ import pytest
 
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import StudyFailed, resume
+from tests.refusals import refused
 from tests.unit.cli.quick import STUDIES, program, run_program
 from tests.unit.studies.framework import (
     FILES,
@@ -35,7 +36,6 @@ from tests.unit.studies.framework import (
     tiny,
     wait_for,
 )
-from tests.unit.studies.results import refused
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,10 +7,11 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.folder import read_run, write_summary
+from steadygrad.studies.folder import RunError, read_run, write_summary
 from steadygrad.studies.run import resume
 from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
+from tests.refusals import refused
 from tests.unit.studies.framework import (
     FILES,
     Watcher,
@@ -24,7 +25,7 @@ from tests.unit.studies.framework import (
     summary,
     tiny,
 )
-from tests.unit.studies.results import refused, rewrite_header
+from tests.unit.studies.results import rewrite_header
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def test_a_run_whose_folders_are_links_is_left_alone(cut, tmp_path, name):
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
     before = left(tmp_path / "elsewhere")
-    with refused(f"'{name}'"):
+    with refused(f"'{name}'", kind=RunError):
         go_on(folder)
     assert left(tmp_path / "elsewhere") == before
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, AdamW
 
+from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, make_trainer, part, weights, worst
-from tests.unit.studies.results import refused
 from tests.unit.studies.tiny_task import losses, without_dropout
 
 TASK = without_dropout()

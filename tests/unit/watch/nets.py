@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from steadygrad.watch import GradientWatch
+from tests.unit.nets import Net
 
 WIDTH = 8
 
@@ -98,26 +99,11 @@ def masked_row(x):
     return scores.softmax(-1) @ x
 
 
-class Module(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
+class Module(Net):
+    """Its function takes the input alone."""
 
     def forward(self, x):
         return self.function(x)
-
-
-class Parts(nn.Module):
-    """Modules by name, and code of its own that calls them: ``code(self, *inputs)``."""
-
-    def __init__(self, code, **modules):
-        super().__init__()
-        self.code = code
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *inputs):
-        return self.code(self, *inputs)
 
 
 def root_of_zero(x):

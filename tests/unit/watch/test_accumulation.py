@@ -12,7 +12,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.watch import check_accumulation
-from tests.unit.watch.nets import Parts
+from tests.unit.nets import Net
 
 WINDOWS = 4  # micro-batches, as the loops below are set
 IGNORED = -100
@@ -145,7 +145,7 @@ def test_nothing_is_changed():
         own.seen = own.seen + 1
         return x
 
-    model = model_of(nn.BatchNorm1d(6), nn.Dropout(), Parts(average))
+    model = model_of(nn.BatchNorm1d(6), nn.Dropout(), Net(average))
     model[4].register_buffer("seen", torch.zeros(()))
     buffer = model[4].seen
     sequence_mean(model, tokens()).backward()

@@ -10,9 +10,9 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.unit.nets import Net
 from tests.unit.watch.nets import (
     Module,
-    Parts,
     culprit,
     data,
     mse,
@@ -108,7 +108,7 @@ def test_hidden_states(wrap, part, mode):
         return wrap(own.c(h3), (h1, h2, h3))
 
     place = Module(lambda x: x * 1.0)
-    model = Parts(code, a=nn.Linear(4, 8), b=nn.Linear(8, 8), place=place, c=nn.Linear(8, 1))
+    model = Net(code, a=nn.Linear(4, 8), b=nn.Linear(8, 8), place=place, c=nn.Linear(8, 1))
     x = data()[0]
     watch = watching(model, mode)
     y, _ = unwrap(model(x))
@@ -156,7 +156,7 @@ def test_model_that_is_called_twice_before_one_backward_pass(loss, call, healthy
     mask = torch.tensor([0, 0, -torch.inf, 0])
     masked = nn.Sequential(Module(lambda x: x + mask), nn.Softmax(-1))
     inner = nn.Sequential(nn.Linear(3, 4), masked, Module(lambda x: x), nn.Linear(4, 3))
-    model = Parts(lambda own, x: own.inner(x * 1.0), inner=inner)  # no module takes the batch
+    model = Net(lambda own, x: own.inner(x * 1.0), inner=inner)  # no module takes the batch
     for fault in ("batch", "output", "gradient", "loss"):
         watch = watching(model)
         for step in range(healthy + 1):
@@ -190,7 +190,7 @@ def test_loss_on_what_the_model_keeps(how, healthy):
         return SimpleNamespace(y=y, kept=[p]) if how == "object" else y
 
     torch.manual_seed(0)
-    model = Parts(code, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 1))
+    model = Net(code, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 1))
     watch = watching(model)
     for step in range(healthy + 1):
         assert watch.report() is None
@@ -208,7 +208,7 @@ def test_forward_pass_that_takes_derivatives_of_a_part_of_itself():
         slope = vmap(grad(lambda one: own.inner(one).sum()))(x)
         return own.outer(x) + slope.sum(1, keepdim=True)
 
-    model, x = Parts(code, inner=critic(), outer=nn.Linear(4, 1)), torch.randn(5, 4)
+    model, x = Net(code, inner=critic(), outer=nn.Linear(4, 1)), torch.randn(5, 4)
     watch = watching(model)
     for row in (None, 2):
         if row is not None:

@@ -6,12 +6,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steadygrad.watch import gradient_watch
+from tests.unit.nets import Net
 from tests.unit.watch.nets import (
     FAULTS,
     Backward,
     Block,
     Module,
-    Parts,
     Stack,
     culprit,
     data,
@@ -35,7 +35,7 @@ def linear(**fills):
 
 def between(code, second=linear):
     """A model whose second module calls two modules, with code of its own."""
-    return nn.Sequential(linear(), Parts(code, first=linear(), second=second()), linear())
+    return nn.Sequential(linear(), Net(code, first=linear(), second=second()), linear())
 
 
 def spoiled(own, x):
@@ -48,7 +48,7 @@ def spoiled(own, x):
 def sum_that_overflows():
     """Neither of its terms does."""
     terms = {"first": linear(bias=2e38), "second": linear(bias=2e38)}
-    inner = Parts(lambda own, x: own.first(x) + own.second(x), **terms)
+    inner = Net(lambda own, x: own.first(x) + own.second(x), **terms)
     return nn.Sequential(linear(), inner, linear())
 
 
@@ -67,7 +67,7 @@ def sum_in_place():
 
 def branches_that_take_turns():
     """The one whose own consumer broke is blamed, and not what ran next."""
-    return Parts(
+    return Net(
         lambda own, x: (lambda a, b: own.after_a(a) + own.after_b(b))(own.a(x), own.b(x)),
         a=linear(),
         b=linear(),
@@ -78,7 +78,7 @@ def branches_that_take_turns():
 
 def branches_of_which_none_is_known():
     parts = {"q": linear(), "k": Module(with_root), "v": linear()}
-    inner = Parts(lambda own, x: own.q(x) + own.k(x) + own.v(x), **parts)
+    inner = Net(lambda own, x: own.q(x) + own.k(x) + own.v(x), **parts)
     return nn.Sequential(linear(), inner, linear())
 
 
@@ -124,7 +124,7 @@ def test_culprit(build, mode):
 def test_missing_values_are_not_blamed():
     """A table whose missing values are NaN, which the model replaces."""
     parts = {"first": linear(), "place": Module(with_root), "last": linear()}
-    model = Parts(lambda own, x: own.last(own.place(own.first(x.nan_to_num()))), **parts)
+    model = Net(lambda own, x: own.last(own.place(own.first(x.nan_to_num()))), **parts)
     watch, (x, y) = watching(model), data()
     x[0, 0, 0] = torch.nan
     mse(model(x), y).backward()
@@ -176,7 +176,7 @@ def test_checkpointed(fault, reentrant):
 
 @pytest.mark.parametrize("mode", ["first", "device"])
 def test_inputs_of_minus_infinity_are_masks(mode):
-    model = Parts(lambda own, x, mask: torch.softmax(own.layer(x) + mask, -1), layer=linear())
+    model = Net(lambda own, x, mask: torch.softmax(own.layer(x) + mask, -1), layer=linear())
     watch, (x, y) = watching(model, mode), data()
     mask = torch.tensor([-torch.inf, 0, 0, 0])
     (mse(model(x, mask), y) * torch.inf).backward()
@@ -202,7 +202,7 @@ def test_empty_weights_and_other_types(mode):
         x = x.float() * own.packed * own.small.float()
         return (x * own.wave).real.sum() + own.empty.sum()
 
-    model = Parts(code)
+    model = Net(code)
     model.empty = nn.Parameter(torch.zeros(0, 3))
     model.wave = nn.Parameter(torch.full((4,), 3 + 4j))
     model.packed = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
