@@ -65,6 +65,14 @@ def faults_of(kind, rank):
         x, y = data(rank + 2 * micro)
         mse(model(x * (torch.nan if rank == 1 and not micro else 1)), y).backward()
     said.append(found_by(watch))
+    watch.close()
+    # Of two batches that nobody asked about the newer one is told, whoever saw it.
+    watch = GradientWatch(model)
+    for batch in range(3):
+        model.zero_grad()
+        x, y = data(rank + 2 * batch)
+        mse(model(x * (torch.nan if batch == 2 * rank else 1)), y).backward()
+    said.append(found_by(watch))
     return said
 
 
@@ -143,6 +151,7 @@ def test_rank_and_culprit(kind, results):
         None,
         ["gradient", "blocks.1.place", 1, 0],
         ["batch", "", 1, 0],
+        ["batch", "", 1, 2],
     ]
     assert [found[kind] for found in results["faults"]] == [expected, expected]
 

@@ -9,7 +9,7 @@ import pytest
 
 from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Scratch
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.folder import read_run
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import STUDIES, run_program, tiny
@@ -34,6 +34,15 @@ def test_a_task_that_is_broken_is_one_line(factory, found, tmp_path, refused):
         run = read_run(tmp_path / "run")
         assert (run.header.task.name, run.summary["status"]) == ("tiny", "failed")
         assert (tmp_path / "run/report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), StudyInterrupted(signal.SIGINT)])
+def test_a_signal_before_a_run_has_begun(fault, monkeypatch, tmp_path):
+    def conduct(*_, **__):
+        raise fault
+
+    monkeypatch.setattr("steadygrad.cli.studies.conduct", conduct)
+    assert main(["advise", "char-lm", "--out", str(tmp_path / "run")]) == 130
 
 
 def test_debug_shows_the_task_s_own_traceback(capsys):

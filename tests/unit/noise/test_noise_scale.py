@@ -252,11 +252,11 @@ def test_resumes_to_the_bit(every):
     straight, first = NoiseScale(model, every=every), NoiseScale(model, every=every)
     for i in range(8):
         measure(straight, model, x * (1 + i), y, [5, 5])
-    for i in range(4):
+    for i in range(3):
         measure(first, model, x * (1 + i), y, [5, 5])
     second = NoiseScale(model, every=every)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for i in range(4, 8):
+    for i in range(3, 8):
         measure(second, model, x * (1 + i), y, [5, 5])
     assert str(second.estimate().as_dict()) == str(straight.estimate().as_dict())
     # Which parameters a step compares goes on, too.

@@ -32,6 +32,20 @@ def test_names_in_another_order_are_refused():
     assert optimizer.state[named["a"]]["step"] == 5
 
 
+@pytest.mark.parametrize("kind", [LANS, LAMB, ScaledAdam])
+def test_weights_that_were_cast_to_float32_leave_their_masters(kind):
+    p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = kind([p])
+    run(optimizer, [p], range(1))
+    assert "master_weight" in optimizer.state[p]
+    p.grad, p.data = None, torch.zeros(4)
+    run(optimizer, [p], range(1))
+    assert "master_weight" not in optimizer.state[p]
+    # The masters are near one.
+    assert (p != 0).all()
+    assert p.abs().max() < 0.1
+
+
 def network():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))

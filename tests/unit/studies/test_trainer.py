@@ -16,7 +16,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.optim import LANS
 from steadygrad.studies.advise.schema import Point
-from steadygrad.studies.advise.trials import TRIALS, noise
+from steadygrad.studies.advise.trials import TRIALS, branch, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import RunError
@@ -256,6 +256,14 @@ def test_a_step_takes_the_rate_in_the_middle_of_its_batch(size):
     # A branch goes on with the schedule.
     next(trainer.run(order, 0, 8, 4, seen=32))
     assert group["lr"] == pytest.approx(0.001 * 34 / 64)
+
+
+def test_a_branch_of_advise_goes_on_with_the_warm_up(tmp_path):
+    trainer = make_trainer(make_task(warmup_samples=320, lr_rule="constant"))
+    place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
+    branch(PLAN, place, 0, 0, 4)
+    # Of 64 samples before it and 96 of its own; the middle of the last four counts.
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 158 / 320)
 
 
 # Half-lives

@@ -158,6 +158,8 @@ def test_samples_are_the_librarys_text_in_order():
     plain = [row for row in rows if "\ufffd" not in row]
     assert len(plain) > 200
     assert all(row in held_out for row in plain)
+    # From the whole of it.
+    assert held_out.rfind(plain[-1]) > 0.95 * len(held_out)
     assert (len(task.valid), task.sample, task.provenance) == (256, "sequence", provenance)
     assert len(task.train) > 100_000
 

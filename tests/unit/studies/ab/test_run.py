@@ -14,12 +14,13 @@ from steadygrad.studies.ab.schema import Run
 from steadygrad.studies.ab.trials import arms_of
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
+from steadygrad.studies.summary import summarize
 from tests.unit.cli.quick import program
 from tests.unit.studies import tiny_task
 from tests.unit.studies.ab import functions
 from tests.unit.studies.ab.functions import a, b, moved
 from tests.unit.studies.framework import alive, recorded, timeless, tiny, wait_for
-from tests.unit.studies.results import rewrite_header
+from tests.unit.studies.results import changed, rewrite_header
 
 
 def study(folder, *arms, **settings):
@@ -63,6 +64,8 @@ def test_a_change_that_is_better_is_told_from_one_that_is_not(tmp_path):
     assert own[0].deviation > 5 * apart.std(ddof=1)
     assert own[1].runs == 5
     assert row.two_sigma == ((apart < -2 * own[0].deviation).sum(), 0)
+    (far,) = study(tmp_path / "far", a, moved(-9.0), goal="max").summary.findings
+    assert (far.verdict, far.two_sigma) == ("worse", (0, far.pairs))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,14 @@ def test_several_changes_share_the_chance_of_error_and_end_one_by_one(tmp_path):
     assert (second.name, second.verdict, second.pairs) == ("B2", "cannot tell", 9)
     assert [len(metrics) for metrics in values(found)] == [9, 6, 9]
     assert second.needed > 0
-    assert second.hours > 0
+    run = read_run(found.folder)
+    header = changed(run.header, runtime=changed(run.header.runtime, workers=2))
+    faster = summarize(header, run.results, "complete").findings[1]
+    assert 0 < faster.hours == pytest.approx(second.hours / 2)
+    # What is not decided of one change is not none for all.
+    other = study(tmp_path / "worse", a, moved(0.5), moved(0.0, noise=1.0), pairs=9).summary
+    assert [row.verdict for row in other.findings] == ["worse", "cannot tell"]
+    assert other.exit_code == 4
     assert found.summary.exit_code == 0
     assert render(read_run(found.folder)).count('class="chart"') == 2
 

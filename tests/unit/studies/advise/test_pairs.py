@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from steadygrad.studies.advise.critical import find_critical
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.pairs import Pairs
+from steadygrad.studies.advise.pairs import Pairs, better
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.sequential import LOOKS
@@ -209,6 +209,14 @@ def test_the_tolerance_itself_is_tolerable(tolerance):
     at = [pairs(times * tolerance, **known) for times in (1.0, 1.25)]
     assert [found.overheads[0] for found in at] == [tolerance, 1.25 * tolerance]
     assert [(found.passed, found.failed) for found in at] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize(("loss", "found"), [(0.95, (True, True)), (0.8, (True, False))])
+def test_a_better_rate_has_to_be_worth_the_last_of_the_tolerated_samples(loss, found):
+    curves = {seed: [(100, 1.9), (200, 1.1), (300, 1.0)] for seed in range(3)}
+    own, tried = (seeds(8, losses=lambda place, loss=x: loss) for x in (1.0, loss))
+    verdict = better(tried, own, curves)
+    assert (verdict.sure, verdict.never) == found
 
 
 def test_pairs_that_a_decision_needs():
