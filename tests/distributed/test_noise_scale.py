@@ -72,7 +72,7 @@ def wrapped(kind, options, world):
 
 def train(
     model, accumulate, mine, *, way="contexts", sizes=None, source="microbatch",
-    metric="euclidean", layerwise=False, steps=STEPS, alter=None, told=None,
+    metric="euclidean", accumulation="mean", layerwise=False, steps=STEPS, alter=None, told=None,
 ):  # fmt: skip
     """Steps of micro-batches, each of the parts (micro, rank) in ``mine``, and what is found."""
     if metric == "euclidean":
@@ -86,7 +86,7 @@ def train(
         scaler = more["scaler"] = LayerwiseGradScaler(model, {"**.3": 2.0**9}, **options)
     if way == "found":
         more["samples"] = MICRO
-    noise = NoiseScale(model, source=source, **more)
+    noise = NoiseScale(model, source=source, accumulation=accumulation, **more)
     dtype = next(model.parameters()).dtype
     for step in range(steps):
         for i, parts in enumerate(mine):
@@ -158,6 +158,7 @@ OTHERS = {
         "ddp, examples": ("ddp", 2, {"source": "per_example"}),
         "ddp, preconditioned": ("ddp", 3, {"metric": "preconditioned"}),
         "fsdp, reduced": ("fsdp", 3, {"source": "accumulated"}),
+        "fsdp, by samples": ("fsdp", 3, {"source": "accumulated", "accumulation": "samples"}),
         "fsdp, examples": ("fsdp", 2, {"source": "per_example"}),
         "fsdp, preconditioned": (
             "fsdp", 3, {"source": "accumulated", "metric": "preconditioned"}
