@@ -27,7 +27,7 @@ def test_a_planted_flip_is_found_first():
     flip = Flip(optimizer="lans", multiple=1, short="better", long="worse", samples=(64, 128))
     assert found.flips == found.findings[:1] == (flip,)
     # What is better at both lengths is said first of all.
-    assert found.remarks[0].startswith("SGD")
+    assert "SGD (learning rate 0.001) is better" in found.remarks[0]
     found = summary(PLAN, noisy({name: {64: -0.2, 128: 0.2} for name in ("lans", "sgd")}))
     assert [each.optimizer for each in found.flips] == ["lans", "sgd"]
     # There is none where the order is not known.
