@@ -81,7 +81,7 @@ def named(training, path):
 
 
 def safetensors(training, path):
-    save = pytest.importorskip("safetensors.torch", reason="not installed").save_file
+    save = pytest.importorskip("safetensors.torch", reason="comes with transformers").save_file
     save(training.model.state_dict(), path.with_suffix(".safetensors"))
     return path.with_suffix(".safetensors")
 

@@ -243,7 +243,7 @@ def test_a_module_that_only_a_stranger_names_is_not_imported(tmp_path, optimizer
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_libraries_themselves(name, traits):
-    pytest.importorskip(name.partition(":")[0], reason="group optimizers")
+    pytest.importorskip(name.partition(":")[0], reason="of the dependency group optimizers")
     places = Places(optimizers=name)
     places.entries[name] = entry = attempt(name)
     assert entry.traits == Traits(version=entry.traits.version, **traits)
