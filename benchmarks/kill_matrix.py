@@ -1,12 +1,12 @@
-"""Which test kills which fault: drawn mutants of all rooms, and mended faults put back.
+"""Which faults no test notices: drawn mutants of all rooms, and mended faults put back.
 
-Every fault is tried on the tests that cover its lines, as many as a time allows, and all that fail
-are written down. `--after` says what of a table's faults the tests of today no longer kill: it
-begins with the tests that killed them before, ends with the first that fails, and takes all tests
-of a room, slow ones too, where none of these does. `--run` and `--after` go on where they were.
+A table has the faults as patches, and which of them were killed before. Each fault meets a test
+that killed it before, then tests that cover its lines, as many as a time allows, and at last all
+tests of its room, slow ones too; the first that fails ends it.
 
-Run: python benchmarks/kill_matrix.py --cover --draw --run --table [--save]
-     python benchmarks/kill_matrix.py --cover --after benchmarks/results/DATE-kill-matrix.json
+Run: python benchmarks/kill_matrix.py --cover benchmarks/results/DATE-kill-matrix.json [--save]
+     python benchmarks/kill_matrix.py --cover --draw runs/drawn.json
+`--draw` makes the table of new mutants first. A run that was cut short goes on where it was.
 """
 
 import argparse
@@ -199,15 +199,15 @@ def rows_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run_tests(copy, tests, limit, options=()):
-    """Runs tests in a fork of this process: failed ones, all that ran, and how it ended."""
+def run_tests(copy, tests, limit):
+    """Runs tests in a fork until one fails: it, all that ran, and how it ended."""
     report, listed = copy.with_suffix(".report"), copy.with_suffix(".tests")
     report.write_text("")
     listed.write_text("\n".join(tests))
     os.environ.update(KILL_REPORT=str(report), KILL_TESTS=str(listed))
     end, child = time.monotonic() + limit, os.fork()
     if child == 0:
-        os._exit(in_fork(copy, [*options, *sorted({t.partition("::")[0] for t in tests})]))
+        os._exit(in_fork(copy, sorted({t.partition("::")[0] for t in tests})))
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.05)
     with suppress(ProcessLookupError):  # with what tests have left behind
@@ -236,7 +236,7 @@ def in_fork(copy, arguments):
     for place, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(file, place)
     sys.argv, sys.modules["__main__"] = ["pytest"], import_module("pytest.__main__")
-    always = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header"]
+    always = ["-p", "kill_plugin", "-p", "no:cacheprovider", "-qx", "--tb=no", "--no-header"]
     try:
         code = int(import_module("pytest").main([*always, *arguments]))
     except BaseException:
@@ -251,7 +251,7 @@ def is_compiled(mutant):
     return any(part in edit["file"] for edit in mutant["edits"] for part in COMPILED)
 
 
-def attempt(copy, mutant, tests, limit, options=()):
+def attempt(copy, mutant, tests, limit):
     """Plants a mutant, runs tests for some seconds, and restores the files with their times."""
     texts, began = planted(copy, mutant), time.monotonic()
     if texts is None or not tests:
@@ -263,7 +263,7 @@ def attempt(copy, mutant, tests, limit, options=()):
     try:
         for file, text in texts.items():
             (copy / file).write_text(text)
-        killers, ran, by = run_tests(copy, tests, limit + (380 if folder else 0), options)
+        killers, ran, by = run_tests(copy, tests, limit + (380 if folder else 0))
     finally:
         # The same times as before: what was compiled of the file holds again.
         for file, (data, stat) in before.items():
@@ -276,67 +276,59 @@ def attempt(copy, mutant, tests, limit, options=()):
     return {"id": mutant["id"], "by": by, "killers": killers, "ran": ran, "seconds": spent}
 
 
-def work_off(work, number, workers, seconds, mode):
+def work_off(work, number, workers, seconds):
     """One worker's share of the mutants that have no line yet."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRITON_INTERPRET", "1")
     sys.path.remove(str(ROOT / "benchmarks"))
-    copy, suite = copy_of(work, number), Suite(work)
+    copy, suite, out = copy_of(work, number), Suite(work), work / "tried.jsonl"
     os.chdir(copy)
     for name in HEAVY:
         with suppress(ImportError):
             import_module(name)
-    is_after = mode == "after"
-    out, options = work / ("after.jsonl" if is_after else "results.jsonl"), ("-x",) * is_after
     done = {row["id"] for row in rows_of(out)}
-    mutants = json.loads((work / ("after.json" if is_after else "mutants.json")).read_text())
+    mutants = json.loads((work / "todo.json").read_text())
     for mutant in [one for one in mutants[number::workers] if one["id"] not in done]:
         tests = []
         if planted(copy, mutant) is not None:
             # Loops are compiled anew, which takes longer than the tests.
             tests = suite.tests_of(copy, mutant, seconds / (4 if is_compiled(mutant) else 1))
-        known = [t for t in mutant.get("killers", ()) if (copy / t.partition("::")[0]).exists()]
+        known = [t for t in mutant["killers"] if (copy / t.partition("::")[0]).exists()]
         tests = [*dict.fromkeys([*known[:ENOUGH], *tests])]
-        row = attempt(copy, mutant, tests, 5 * seconds + 120, options)
-        if is_after and row["by"] in ("", "untested"):
+        row = attempt(copy, mutant, tests, 5 * seconds + 120)
+        if row["by"] in ("", "untested"):
             # All tests of its room, also those for which there was no time, and slow ones.
             files = [f for h in homes(mutant["room"]) for f in sorted(copy.glob(h + "*"))]
             whole = [str(f.relative_to(copy)) for f in files if f.name.startswith("test_")]
-            row = attempt(copy, mutant, whole, 6 * seconds, options)
+            row = attempt(copy, mutant, whole, 6 * seconds)
             if row["by"] == "time limit":  # they may take as long without a fault
                 row |= {"by": "", "killers": []}
         slow = [test for test in row["killers"] if "::" in test and test not in suite.usable]
-        if is_after and slow and run_tests(copy, slow, 30 * seconds)[2]:
+        if slow and run_tests(copy, slow, 30 * seconds)[2]:
             row |= {"by": "", "killers": []}  # they fail without a fault, too
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(number, row["id"], row["by"], len(row["killers"]), row.get("seconds"), flush=True)
+        print(number, row["id"], row["by"], row["killers"][:1], row.get("seconds"), flush=True)
 
 
-def start(work, workers, seconds, mode):
+def start(work, workers, seconds):
     """Runs the workers, each with a copy of its own."""
     given = ["--work", str(work), "--workers", str(workers), "--seconds", str(seconds)]
     processes = []
     for number in range(workers):
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(number), mode]
+        command = [sys.executable, str(Path(__file__).resolve()), ".", "--worker", str(number)]
         where = environment(work, copy_of(work, number))
         processes.append(subprocess.Popen([*command, *given], env=where))
     for process in processes:
         process.wait()
 
 
-def draw_all(work):
-    """Mixed: a part of them stands for all."""
+def draw_all(work, file):
+    """Makes a table of mutants, mixed: a part of them stands for all."""
     mutants = draw(copy_of(work, 0), SEED, DRAWN)
     random.Random(SEED).shuffle(mutants)
-    (work / "mutants.json").write_text(json.dumps(mutants))
-
-
-def found_in(work):
-    """Mutants with what is known of them."""
-    rows = {row["id"]: row for row in rows_of(work / "results.jsonl")}
-    mutants = json.loads((work / "mutants.json").read_text())
-    return [mutant | rows[mutant["id"]] for mutant in mutants if mutant["id"] in rows]
+    untried = [mutant | {"by": "", "killers": []} for mutant in mutants]
+    file.write_text(json.dumps({"tests": [], "mutants": untried}) + "\n")
 
 
 def is_killed(mutant):
@@ -348,37 +340,19 @@ def table(head, rows):
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def of_groups(mutants, name, head, count):
-    """A line of numbers for each value of a field, and one for all."""
-    groups = defaultdict(list)
-    for mutant in mutants:
-        groups[mutant[name]].append(mutant)
-    rows = [[value, *count(own)] for value, own in sorted(groups.items())]
-    return table([name, *head], [*rows, ["all", *count(mutants)]])
+FATES = ("room", "faults", "killed before", "killed now", "no longer killed", "code is gone")
 
 
-COUNTED = ("faults", "killed", "survive", "untested", "median of killers")
-
-
-def counts(mutants):
-    killed = [len(mutant["killers"]) for mutant in mutants if is_killed(mutant)]
-    untested = sum(mutant["by"] in ("untested", "gone") for mutant in mutants)
-    middle = sorted(killed)[len(killed) // 2] if killed else "-"
-    return len(mutants), len(killed), len(mutants) - len(killed) - untested, untested, middle
-
-
-FATES = ("faults", "killed before", "killed now", "no longer killed", "code is gone")
-
-
-def fates(mutants):
+def fates(name, mutants):
     there = [mutant for mutant in mutants if mutant["by"] != "gone"]
     lost = sum(mutant["was_killed"] and not is_killed(mutant) for mutant in there)
     before = sum(mutant["was_killed"] for mutant in mutants)
-    return len(mutants), before, sum(map(is_killed, there)), lost, len(mutants) - len(there)
+    now = sum(map(is_killed, there))
+    return name, len(mutants), before, now, lost, len(mutants) - len(there)
 
 
 def row_of(mutant):
-    """Which fault it is, where, and how many tests it met."""
+    """Which fault it is, and where."""
     edit = mutant["edits"][0]
     before, after = (" ⏎ ".join(x.strip() for x in edit[way]) for way in ("before", "after"))
     change = f"`{before[:110]}` -> `{after[:110]}`"
@@ -386,41 +360,18 @@ def row_of(mutant):
         change += f" and {len(mutant['edits']) - 1} more"
     change = f"{mutant.get('title', '')[:110]} {change}".strip().replace("|", "\\|")
     place = f"{edit['file'].removeprefix('src/steadygrad/')}:{edit['line']}"
-    return [mutant["id"], place, change, len(mutant.get("ran", ()))]
+    return [mutant["id"], place, change]
 
 
 def commit_of(work):
     return git(copy_of(work, 0), "rev-parse", "--short", "HEAD").strip()
 
 
-def text_of(work, today):
-    mutants, suite = found_in(work), Suite(work)
-    head = f"""# Kill matrix, {today}
-
-Commit {commit_of(work)}, {len(suite.usable)} fast tests that pass.
-Each fault meets tests that cover its lines, the shortest of eight files at most in turns."""
-    parts = [head, *(of_groups(mutants, by, COUNTED, counts) for by in ("room", "kind"))]
-    left = sorted(row_of(mutant) for mutant in mutants if not is_killed(mutant))
-    parts += ["## Survivors", table(["fault", "place", "change", "tests"], left)]
-    return "\n\n".join(parts) + "\n"
-
-
-def matrix_of(work):
-    """What `--after` needs: the patches, and who killed each."""
-    mutants = found_in(work)
-    tests = {test: i for i, test in enumerate(sorted({t for m in mutants for t in m["killers"]}))}
-    keep = ("id", "kind", "room", "title", "tests", "edits", "by")
-    rows = [
-        {name: mutant[name] for name in keep if name in mutant}
-        | {"killers": [tests[test] for test in mutant["killers"]]}
-        for mutant in mutants
-    ]
-    return {"tests": [*tests], "mutants": rows}
-
-
-def compare(work, file, workers, seconds, saves):
-    """Tries a table's faults once more: what of it is killed now, and why the rest is not."""
-    known, answers = json.loads(file.read_text()), json.loads(ANSWERS.read_text())
+def compare(work, file, workers, seconds):
+    """Tries a table's faults: a text of what is killed now, and for each its killer or a reason."""
+    known, answers = json.loads(file.read_text()), {}
+    if known["tests"]:  # those of a new draw have other faults' names
+        answers = json.loads(ANSWERS.read_text())
     for mutant in known["mutants"]:
         mutant["was_killed"] = is_killed(mutant)
         mutant["killers"] = [known["tests"][number] for number in mutant["killers"]]
@@ -428,65 +379,58 @@ def compare(work, file, workers, seconds, saves):
             mutant["killers"].insert(0, answers.pop(mutant["id"]))
     # What is known to survive for a reason is not tried again.
     todo = [m for m in known["mutants"] if m["was_killed"] or m["id"] not in answers]
-    (work / "after.json").write_text(json.dumps(todo))
-    start(work, workers, seconds, "after")
-    rows = {row["id"]: row for row in rows_of(work / "after.jsonl")}
+    (work / "todo.json").write_text(json.dumps(todo))
+    start(work, workers, seconds)
+    rows = {row["id"]: row for row in rows_of(work / "tried.jsonl")}
     unknown = {"by": "", "killers": []}
     tried = [mutant | rows.get(mutant["id"], unknown) for mutant in known["mutants"]]
     for mutant in tried:
         by, name = mutant["by"], mutant["id"]
         found = mutant["killers"][0] if mutant["killers"] else by
         answers[name] = found if is_killed(mutant) or by == "gone" else answers.get(name, "")
-    if saves:
-        ANSWERS.write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n")
+    rooms = defaultdict(list)
+    for mutant in tried:
+        rooms[mutant["room"]].append(mutant)
     left = [m for m in tried if not is_killed(m) and m["by"] != "gone"]
-    listed = [[*row_of(m)[:3], answers[m["id"]]] for m in sorted(left, key=lambda m: m["id"])]
-    return f"""# Kill matrix, once more
+    listed = [[*row_of(m), answers[m["id"]]] for m in sorted(left, key=lambda m: m["id"])]
+    text = f"""# Kill matrix, once more
 
 {len(tried)} faults of `{file.name}`, tests of commit {commit_of(work)}.
 For each fault {seconds:g} seconds of tests; where none of these failed, all tests of its room.
 
-{of_groups(tried, "room", FATES, fates)}
+{table(FATES, [*(fates(*room) for room in sorted(rooms.items())), fates("all", tried)])}
 
 ## Survivors
 
 {table(["fault", "place", "change", "reason"], listed)}
 """
+    return text, answers
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in ("cover", "draw", "run", "table"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--after", type=Path)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for each fault")
+    parser.add_argument("table", type=Path)
+    for name in ("--cover", "--draw", "--save"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of tests for each fault")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "kill-matrix")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.draw and options.save:
+        parser.error("--save is for a table whose faults were tried before")
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    if options.worker:
-        number, mode = options.worker
-        work_off(options.work, int(number), options.workers, options.seconds, mode)
+    given = options.workers, options.seconds
+    if options.worker is not None:
+        work_off(options.work, options.worker, *given)
+        sys.exit()
     if options.cover:
         cover(options.work, options.workers)
     if options.draw:
-        draw_all(options.work)
-    if options.run:
-        start(options.work, options.workers, options.seconds, "run")
-    today = datetime.date.today().isoformat()
-    if options.after:
-        text = compare(options.work, options.after, options.workers, options.seconds, options.save)
-        print(text)
-        if options.save:
-            save("kill-matrix-after", text, today)
-    elif options.table or options.save:
-        text = text_of(options.work, today)
-        print(text)
-        if options.save:
-            path = save("kill-matrix", text, today)
-            matrix = json.dumps(matrix_of(options.work), separators=(",", ":"))
-            path.with_suffix(".json").write_text(matrix + "\n")
-            print(path)
+        draw_all(options.work, options.table)
+    text, answers = compare(options.work, options.table, *given)
+    print(text)
+    if options.save:
+        save("kill-matrix-after", text, datetime.date.today().isoformat())
+        ANSWERS.write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n")

@@ -59,7 +59,7 @@ def layerwise_options(draw: Any, kind: type) -> dict[str, Any]:
 
 
 @st.composite
-def scaled_adam_options(draw: Any, kind: type) -> dict[str, Any]:
+def scaled_adam_options(draw: Any) -> dict[str, Any]:
     """Options of ScaledAdam."""
     return {
         "lr": draw(st.sampled_from([0.0, 1e-3, 3e-2, 0.5])),
@@ -78,7 +78,7 @@ def scaled_adam_options(draw: Any, kind: type) -> dict[str, Any]:
 
 
 def options_of(kind: type) -> Any:
-    return scaled_adam_options(kind) if kind is ScaledAdam else layerwise_options(kind)
+    return scaled_adam_options() if kind is ScaledAdam else layerwise_options(kind)
 
 
 class OptimizerMachine(RuleBasedStateMachine):
