@@ -409,9 +409,13 @@ For each fault {seconds:g} seconds of tests; where none of these failed, all tes
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("table", type=Path)
-    for name in ("--cover", "--draw", "--save"):
-        parser.add_argument(name, action="store_true")
+    parser.add_argument("table", type=Path, help="faults, and which were killed before")
+    for name, text in (
+        ("--cover", "see first which lines each test runs"),
+        ("--draw", "make the table first, of new mutants"),
+        ("--save", "keep text and answers"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests for each fault")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "kill-matrix")

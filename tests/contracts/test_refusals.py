@@ -110,7 +110,7 @@ def test_parameters_that_cannot_be_optimized_leave_the_optimizer_as_it_was(entry
 
 @pytest.mark.parametrize("kind", [LANS, LAMB, ScaledAdam])
 def test_every_option_is_tried(kind):
-    """Those of its own are in the table, whose others are held against the equations."""
+    """An option of its own is in the table, and so held against the equations."""
     tried = {"params", "lr", "betas", "eps", "maximize"}
     tried |= {"master_weights", "foreach", "fused", "capturable"}
     for entry in OPTIMIZERS.values():
