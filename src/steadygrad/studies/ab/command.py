@@ -1,89 +1,208 @@
 """Runs shell commands to their end, and reads the metric in their output."""
 
+import codecs
 import json
 import math
 import os
 import re
-import resource
-import signal
+import select
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+import tty
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.schema import Settings
 
-# The shell's input ends with this process, even by `kill -9`: a second run would share the device.
-# What waits for that is in the command's group, and no child of the command's.
-GUARDED = 'exec 3<&0; ( (read _ <&3; kill -9 -$$) & ); exec sh -c "$0" 3<&- </dev/null'
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+# Characters of output that are searched together, those kept of what came before, and half of a
+# line's: a pattern may look at each part of a line from all places before it.
+WINDOW, KEPT, HALF = 1 << 20, 1 << 16, 1 << 10
+# Colours, moves and titles.
+ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-Z\\^-~])"
+)
+# How a number goes on after a match, as 1,522.34 does after its 1.
+DIGITS, THOUSANDS = r"\.?\d|[eE][-+]?\d", "[,_'\u2019\u00a0\u2009\u202f]\\d"
+TRIES = 8  # of braces before a line's JSON
+
+
+class RunFailed(InputError):
+    """A command failed, or printed no metric."""
+
+
+class Output:
+    """The output of a command so far; ``last_line`` is the end of it."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric, self._text, self._new = metric, "", bytearray()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._found: float | str | None = None
+
+    def add(self, data: bytes) -> None:
+        """Takes more of it."""
+        self._new += data
+        if len(self._new) > WINDOW:
+            self.read()
+
+    def read(self) -> float | str | None:
+        """The metric's last value: a number, a text in its place, or None where none is named."""
+        text = self._text + self._decode(self._new)
+        self._new.clear()
+        # A bar's turns are lines.
+        text = re.sub(r"\r+\n?", "\n", ESCAPES.sub("", text))
+        found = metric_of(text, self._metric)
+        self._found = self._found if found is None else found
+        self._text = text[-KEPT:]
+        return self._found
+
+    @property
+    def last_line(self) -> str:
+        """At most 200 characters of the last line that is not empty."""
+        return self._text.strip().rpartition("\n")[2][-200:]
 
 
 def run_command(
     command: str, cwd: str, settings: Settings, poll: Callable[[], object]
 ) -> tuple[float, dict[str, int]]:
-    """Runs a command in a group of processes of its own, of which nothing is left afterwards.
+    """Runs a command, of which no process is left afterwards; what ``poll`` raises ends it.
 
-    What ``poll`` raises ends it. Returns the metric, and the peak of memory where it is above this
-    process's own; raises InputError if it fails, with the last line that it printed.
+    Returns the metric and the peak of memory.
+
+    Raises:
+        RunFailed: By the command's own fault, with the last line that it printed.
+        InputError: Where the command could not be run.
     """
-    end, code, peak = time.monotonic() + (settings.timeout or math.inf), None, 0
-    where: Any = {"cwd": cwd, "stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with tempfile.TemporaryFile() as out:
-        shell = ["sh", "-c", GUARDED, command]
-        with subprocess.Popen(shell, stdout=out, start_new_session=True, **where) as group:
-            try:
-                while code is None and time.monotonic() < end:
-                    poll()
-                    time.sleep(0.02)
-                    # Not `group.wait`: this says how much memory it had.
-                    number, status, usage = os.wait4(group.pid, os.WNOHANG)
-                    if number:
-                        code = group.returncode = os.waitstatus_to_exitcode(status)
-                        peak = usage.ru_maxrss
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(group.pid, signal.SIGKILL)
-        out.seek(0)
-        text = out.read().decode(errors="replace")
-    why, value = "", metric_of(text, settings.metric)
-    if code is None:
-        why = f"it ran into the time limit of {settings.timeout:g} s"
-    elif code:
+    output = Output(settings.metric)
+    try:
+        said = _kept(command, cwd, settings.timeout or math.inf, poll, output)
+    except OSError as error:
+        raise InputError(
+            f"Expected processes, a terminal and a folder for a command. Found {error}. "
+            "Remedy: make room for them, and --resume."
+        ) from error
+    value = output.read()
+    why = f"it ran into the time limit of {settings.timeout:g} s" if said[0] == "None" else ""
+    if not why and (code := int(said[0])):
         why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
-    elif value is None:
-        line = "" if "(" in settings.metric else " in a line of JSON"
-        why = f"it printed no number for {settings.metric!r}{line}"
-    if value is None or why:
-        raise InputError(f"{why}, after {text.strip().rpartition(chr(10))[2][-200:]!r}")
-    # A process that forks hands its own peak on.
-    above = peak > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return value, {"peak_bytes": peak * (1 if sys.platform == "darwin" else 1024)} if above else {}
+    if not why and not isinstance(value, float):
+        found = f"{value!r}, which is no number," if value else "no number"
+        why = f"it printed {found} for {settings.metric!r}"
+    if why or not isinstance(value, float):
+        raise RunFailed(f"{why}, after {output.last_line!r}")
+    return value, {"peak_bytes": int(said[1])}
 
 
-def metric_of(text: str, metric: str) -> float | None:
-    """The last match of a pattern with a group, or a key in the last line of JSON that names it.
+def _kept(
+    command: str, cwd: str, limit: float, poll: Callable[[], object], output: Output
+) -> list[str]:
+    """Exit code, or None after the time limit, and peak of memory, as ``keeper.py`` says them."""
+    end, start = time.monotonic() + limit, [sys.executable, "-IS", KEEPER, command]
+    where: Any = {"cwd": cwd, "env": {**os.environ, "COLUMNS": "500"}}  # lines stay whole
+    # A terminal: from pipes the two streams come in the order in which buffers were full.
+    ours, its = os.openpty()
+    with open(ours, "rb", 0) as stream, open(its, "wb", 0) as printed:
+        tty.setraw(its)
+        where |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": printed}
+        with subprocess.Popen(start, start_new_session=True, **where) as keeper:
+            printed.close()
+            try:
+                while keeper.poll() is None and time.monotonic() < end:
+                    poll()
+                    _take(stream, output)
+            finally:
+                said: list[str] = keeper.communicate()[0].decode().split()
+        while _take(stream, output):
+            poll()
+    if not said:
+        raise ChildProcessError("its parent, keeper.py, was killed")
+    return said
 
-    None where the last number is no match or goes on after it: an earlier epoch is no result.
+
+def _take(stream: Any, output: Output) -> bool:
+    """Takes what comes within a moment; False if that is nothing."""
+    data = b""
+    if select.select([stream], [], [], 0.02)[0]:
+        with suppress(OSError):  # the end of a terminal
+            data = stream.read(1 << 16)
+            output.add(data)
+    return bool(data)
+
+
+def metric_of(text: str, metric: str) -> float | str | None:
+    """The last match of a pattern with a group, or the last value of a key of JSON.
+
+    A text where that is no number, or not all of one: an earlier epoch is no result.
     """
-    with suppress(ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
-        if "(" not in metric:
-            # JSON may escape a letter.
-            names = "|".join(map(re.escape, (metric, json.dumps(metric)[1:-1])))
-            lines = re.findall(rf'.*"(?:{names})" *:.*', text)
-            return float(json.loads(lines[-1])[metric])
-        last = [*re.finditer(metric, text)][-1]
-        first, after = last.start(1), text[last.end(1) :]
-        before = re.split(r"(?<!\\)\((?!\?(?!P<))", metric)[0]
+    if "(" not in metric:
+        return _value_of_key(text, metric)
+    text = _in_parts(text)
+    last = _last(re.finditer(metric, text, re.M))
+    # The pattern up to its group: where it comes again, the last number was no match.
+    before = re.split(r"(?<!\\)\((?!\?(?!P<))", metric)[0]
+    try:
+        again = re.compile(before, re.M)
+    except re.error:  # the group is not what the first parenthesis opens
+        again = re.compile(re.escape(text[last.start() : last.start(1)] if last else metric))
+    end = last.end(1) if last else 0
+    if not again.match("") and (named := again.search(text, end)):
+        return _word(text, named.end())
+    if last is None or last[1] is None:
+        return last and last[0]
+    first = last.start(1)
+    began = first == last.start() and text[first - 1 : first] in [*"-+.0123456789"]
+    goes_on = re.compile(DIGITS if "." in last[1] else f"{DIGITS}|{THOUSANDS}")
+    return _word(text, first) if began or goes_on.match(text, end) else number(last[1])
+
+
+def _value_of_key(text: str, key: str) -> float | str | None:
+    """Of the objects of the last line that names the key, or else what follows there."""
+    # JSON may escape a letter.
+    names = "|".join(map(re.escape, (key, json.dumps(key)[1:-1])))
+    last = _last(re.finditer(rf"""(["'])(?:{names})\1\s*:\s*""", text))
+    if last is None:
+        return None
+    line = text[text.rfind("\n", 0, last.start()) + 1 :].partition("\n")[0]
+    found, start, tries = _word(text, last.end()), line.find("{"), 0
+    while start >= 0 and tries < TRIES:
         try:
-            again = re.compile(before)
-        except re.error:  # the group is not what the first parenthesis opens
-            again = re.compile(re.escape(text[last.start() : first]))
-        goes_on = re.match(r"\.?\d|[eE][-+]?\d", after)
-        began = first == last.start() and re.search(r"[-+.\d]\Z", text[:first])
-        if not (goes_on or began or (not again.match("") and again.search(after))):
-            return float(last[1])
-    return None
+            read, end = json.JSONDecoder().raw_decode(line, start)
+            found = str(read[key]) if key in read else found
+        except (ValueError, RecursionError):
+            end, tries = start + 1, tries + 1
+        start = line.find("{", end)
+    return number(found)
+
+
+def number(text: str) -> float | str:
+    """The number that a text is, but for signs and a unit around it; else the text."""
+    around = "\"'`()[]{}<>,:;|*% \t"
+    plain = text.lstrip(around).rstrip(f"{around}.")
+    if re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?", plain):
+        plain = plain.replace(",", "")
+    with suppress(ValueError):
+        return float(plain)
+    return text
+
+
+def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
+    return next(iter(deque(matches, 1)), None)
+
+
+def _word(text: str, start: int) -> str:
+    """What stands there, to the next blank."""
+    return text[start : start + 40].lstrip().partition("\n")[0].partition(" ")[0]
+
+
+def _in_parts(text: str) -> str:
+    """The text with overlapping parts in place of a long line."""
+    return "\n".join(
+        line[at : at + 2 * HALF]
+        for line in text.split("\n")
+        for at in range(0, max(1, len(line) - HALF), HALF)
+    )

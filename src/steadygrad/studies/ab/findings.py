@@ -1,6 +1,6 @@
 """The findings of a study: a pure function of the header and the results."""
 
-from itertools import takewhile
+from itertools import count
 from statistics import fmean, stdev
 from typing import Any
 
@@ -33,38 +33,67 @@ class Evidence:
     def __init__(self, header: Header, results: Results) -> None:
         self.header, self.plan, self.runs = header, header.plan, results.select(Run)
         self.values = {(run.arm, run.pair): run.value for run in self.runs}
-        count = len(self.plan.arms)
-        names = [f"B{arm}" for arm in range(1, count)] if count > 2 else ["B"]
-        self.alpha = header.settings.alpha / (count - 1)  # each B's, by Bonferroni
+        self.again = {run.arm: run.again for run in self.runs if run.again is not None}
+        arms = len(self.plan.arms)
+        names = [f"B{arm}" for arm in range(1, arms)] if arms > 2 else ["B"]
+        self.alpha = header.settings.alpha / (arms - 1)  # each B's, by Bonferroni
         self.is_itself = len({*self.plan.arms}) == 1
         self.names = ("A", *(["A again"] if self.is_itself else names))
         self.pairs = header.settings.pairs or (ITSELF if self.is_itself else MOST)
-        self.ahead = max(1, header.runtime.workers // count)
+        self.ahead = max(1, header.runtime.workers // arms)
 
-    def metrics(self, arm: int) -> tuple[Floats, Floats]:
-        """Metrics of A and of a B, NaN of a failed run, of the whole pairs before the first gap."""
-        whole = takewhile(lambda n: {(0, n), (arm, n)} <= self.values.keys(), range(len(self.runs)))
-        both = [(self.values[0, n], self.values[arm, n]) for n in whole]
-        a, b = np.array(both, float).reshape(-1, 2).T
-        return a, b
+    def metrics(self, *arms: int) -> Floats:
+        """Metrics of arms, NaN of a failed run, in their whole pairs before the first gap."""
+        first = next(n for n in count() if not {(arm, n) for arm in arms} <= self.values.keys())
+        return np.array([[self.values[arm, n] for n in range(first)] for arm in arms], float)
 
     def course(self, arm: int) -> Course:
-        """A B against A, after each pair; A against itself is never decided."""
-        found = compare(*self.metrics(arm), self.alpha, self.header.settings.smallest_effect)
-        return found._replace(decided=found.decided & (not self.is_itself))
+        """A B against A, after each pair; A against itself is never decided.
+
+        A comparison ends without a verdict, too, after as many runs that are one, repeated.
+        """
+        a, b = self.metrics(0, arm)
+        found = compare(a, b, self.alpha, self.header.settings.smallest_effect)
+        ended = found.decided | (found.repeated & (np.arange(len(a)) >= ITSELF - 1))
+        return found._replace(decided=ended & (not self.is_itself))
+
+    def doubt(self, arm: int, pairs: int) -> dict[str, Any]:
+        """Why no verdict on a B would be one after so many pairs, and the arms in question."""
+        both, seen = (0, arm), {one: self.metrics(one)[0, :pairs] for one in range(len(self.names))}
+        # The rounding of a GPU is less than a tenth of the spread over seeds.
+        state = [
+            one
+            for one in both
+            if one in self.again
+            and not abs(self.again[one] - seen[one][0]) <= np.nanstd(seen[one]) / 10
+        ]
+        seed = [x for x in both if len(seen[x]) > 2 and (seen[x] == seen[x][0]).all()]
+        shared = [
+            sorted((one, other))
+            for one in both
+            for other in seen
+            if not self.plan.samples and self.plan.arms[one] != self.plan.arms[other]
+            if len(ends := self.metrics(one, other)[:, :pairs].T) > 2 and np.ptp(ends, 1).max() == 0
+        ]
+        for kind, found in (("state", state), ("seed", seed), ("shared", [*shared, []][0])):
+            if found:
+                return {"doubt": kind, "arms": tuple(self.names[one] for one in found)}
+        return {}
 
     def comparison(self, arm: int) -> Comparison:
         """The comparison of a B with A at the first verdict, or now."""
-        course, (a, b), settings = self.course(arm), self.metrics(arm), self.header.settings
+        course, (a, b), settings = self.course(arm), self.metrics(0, arm), self.header.settings
         found: dict[str, Any] = {"name": self.names[arm], "verdict": "cannot tell"}
         if not len(a):
             return Comparison(**found)
         last = int(course.decided.argmax()) if course.decided.any() else len(a) - 1
-        mean, half, failed, negligible, decided = (part[last].item() for part in course)
+        mean, half, failed, negligible, decided, _ = (part[last].item() for part in course)
         a, b = a[: last + 1], b[: last + 1]
         counts = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found |= {"pairs": len(a), "failed": counts}
         found |= {"mean": mean, "low": mean - half, "high": mean + half}
+        if doubt := self.doubt(arm, len(a)):
+            return Comparison(**found, **doubt)
         known = ~np.isnan(b - a)
         if (self.is_itself or not failed) and known.sum() > 2:
             apart, own = (b - a)[known], 2 * a[known].std(ddof=1)

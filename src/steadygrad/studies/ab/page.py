@@ -18,14 +18,14 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """A chart of each B: differences pair by pair, and the interval of their mean after each."""
     evidence, courses = Evidence(run.header, run.results), []
     for arm, name in enumerate(evidence.names):
-        if arm and len(evidence.metrics(arm)[0]):
+        if arm and evidence.metrics(0, arm).size:
             spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, evidence, arm)
             courses.append((name, charts.chart(f"course-{name}", spoken, paint, height=240)))
     return {"courses": courses}
 
 
 def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
-    (a, b), course, axes = evidence.metrics(arm), evidence.course(arm), figure.subplots()
+    (a, b), course, axes = evidence.metrics(0, arm), evidence.course(arm), figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
     style: Any = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
     axes.errorbar(n[known], course.mean[known], course.half[known], **style)

@@ -71,7 +71,10 @@ class Header(shared.Header, frozen=True, kw_only=True):
 
 
 class Run(shared.Result, frozen=True, tag="run"):
-    """One run: the metric, or why it failed; ``time`` may hold its peak of memory in bytes."""
+    """One run: the metric, or why it failed; ``time`` may hold its peak of memory in bytes.
+
+    ``again`` is the metric of a function's second call with the same seed, in the first pair.
+    """
 
     key_fields = ("arm", "pair")
 
@@ -79,6 +82,7 @@ class Run(shared.Result, frozen=True, tag="run"):
     pair: Annotated[int, Meta(ge=0, lt=1000)]
     seed: Count
     value: float | None
+    again: float | None = None
     failure: str = ""
 
 
@@ -99,6 +103,8 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
         needed: Pairs more that should be enough; None where it is told, and beyond ten thousand.
         two_sigma: In how many pairs B is better, and worse, by more than two deviations of A.
         noise: 95 % of the differences of two runs are smaller, where A is alone.
+        doubt: Why no verdict would be one: ``arms`` are not reached by the seed, have shared what
+            their runs left, or gave another metric when called again with the same seed.
     """
 
     name: str
@@ -112,6 +118,8 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
     hours: float | None = None
     two_sigma: tuple[int, int] | None = None
     noise: float | None = None
+    doubt: Literal["seed", "shared", "state"] | None = None
+    arms: tuple[str, ...] = ()
 
 
 class Arm(Struct, frozen=True, kw_only=True):

@@ -47,7 +47,8 @@ class Course(NamedTuple):
 
     ``mean`` is B's minus A's: of the metric or, once a run has ``failed``, of the share of failed
     runs. There is a verdict where the interval excludes zero, or the difference is ``negligible``:
-    the interval lies within the smallest effect.
+    the interval lies within the smallest effect. There is none where A or B is one run,
+    ``repeated``.
     """
 
     mean: Floats
@@ -55,6 +56,7 @@ class Course(NamedTuple):
     failed: Any
     negligible: Any
     decided: Any
+    repeated: Any
 
 
 def compare(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Course:
@@ -70,9 +72,12 @@ def compare(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Course
     again = (a[..., :, None] == a[..., None, :]) & np.tri(a.shape[-1], k=-1, dtype=bool)
     varies = ~np.logical_or.accumulate(again.any(-1), -1)
     rare = 0.9 ** np.arange(1, 1 + a.shape[-1]) <= alpha
-    telling = failed | (half > 0) | (varies & (rare | (mean != 0)))
+    same = [np.logical_and.accumulate(x == x[..., :1], -1) for x in (a, b)]
+    repeated = ~failed & (same[0] | same[1])
+    telling = failed | (~repeated & ((half > 0) | (varies & (rare | (mean != 0)))))
     negligible = telling & ~failed & (np.abs(mean) + half <= smallest)
-    return Course(mean, half, failed, negligible, negligible | (telling & (np.abs(mean) > half)))
+    decided = negligible | (telling & (np.abs(mean) > half))
+    return Course(mean, half, failed, negligible, decided, repeated)
 
 
 def pairs_needed(mean: float, deviation: float, alpha: float, smallest: float = 0.0) -> int | None:

@@ -1,7 +1,6 @@
 """The runs of ``ab``: a task that is trained, a function that is called, a command."""
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from steadygrad._checks import InputError
-from steadygrad.studies.ab.command import run_command
+from steadygrad.studies.ab.command import RunFailed, run_command
 from steadygrad.studies.ab.findings import Evidence
 from steadygrad.studies.ab.schema import ITSELF, MOST, Header, Plan, Run, Settings
 from steadygrad.studies.ab.sequence import pairs_needed
@@ -151,7 +150,9 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
     settings, context = place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
     number = pair + 1000 * arm * (plan.arms[arm] == plan.arms[0])
-    seed, value, failure, took = settings.seed + number, math.nan, "", dict[str, int]()
+    seed, value, failure, took, again = settings.seed + number, None, "", dict[str, int](), None
+    # The kind of error that is the arm's own.
+    fault = Diverged if isinstance(own, Task) else RunFailed if isinstance(own, str) else InputError
     try:
         if isinstance(own, Task):
             value = _trained(place, own, arm, number)
@@ -159,19 +160,22 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
             command, cwd = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
             value, took = run_command(command, cwd, settings, context.poll)
         else:
-            with guarded("The function"):
-                place.trainer.seed_everything("run", number)
-                value = float(own(seed))
+            value = _called(place, own, seed, number)
+            again = _called(place, own, seed, number) if pair == 0 else None
         # Squares of others would be zero or infinite.
         value = value if not abs(value) < 1e-100 else 0.0
         failure = "" if abs(value) < 1e100 else f"the metric is {value}"
-    except (InputError, OSError) as error:
-        if isinstance(own, Task) and not isinstance(error, Diverged):
-            raise
+    except fault as error:
         failure = str(error).partition(" Remedy:")[0]
     place.advance(max(1, plan.samples), "")
-    found = None if failure else value
-    return Run(arm=arm, pair=pair, seed=seed, value=found, failure=failure, time=took)
+    value, again = (None, None) if failure else (value, again)
+    return Run(arm=arm, pair=pair, seed=seed, value=value, again=again, failure=failure, time=took)
+
+
+def _called(place: Workplace, function: Callable[[int], float], seed: int, number: int) -> float:
+    with guarded("The function"):
+        place.trainer.seed_everything("run", number)
+        return float(function(seed))
 
 
 TRIALS = {"run": run}

@@ -4,7 +4,15 @@ import math
 
 from steadygrad.studies.ab.schema import Comparison, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, show
+from steadygrad.studies.text import ENDS, listed, show
+
+DOUBTS = {
+    "seed": "Cannot tell: it seems that the seed does not reach {0}: all {1} gave one metric.",
+    "shared": "Cannot tell: {0} gave the same metrics in all {1}: nothing differs, or one takes "
+    "over what the other left, such as a cache or a checkpoint.",
+    "state": "Cannot tell: called again with the same seed, {0} gave another metric: a run changes "
+    "the next one, or chance that the seed does not set. Commands run in processes of their own.",
+}
 
 
 def answer(s: Summary) -> str:
@@ -16,6 +24,9 @@ def sentence(found: Comparison, s: Summary) -> str:
     """A comparison in words."""
     name, mean = found.name, found.mean
     after = f"after {found.pairs} pair{'s' * (found.pairs != 1)}"
+    if found.doubt:
+        runs = f"{found.pairs} {'runs' if found.doubt == 'seed' else 'pairs'}"
+        return DOUBTS[found.doubt].format(listed(found.arms), runs)
     if len({arm.what for arm in s.arms}) == 1:
         noise = "an unknown amount" if found.noise is None else f"at most {show(found.noise)}"
         return f"Two runs of A differ by {noise} in 95% of pairs, {after}."
@@ -45,8 +56,6 @@ def remarks(s: Summary) -> tuple[str, ...]:
         if arm.failed:
             why = arm.failure.rstrip(".")
             end.append(f"{arm.failed} of {arm.runs} runs of {arm.name} failed: {why}.")
-        elif arm.deviation == 0:
-            end.append(f"All runs of {arm.name} gave the same metric. Does it use its seed?")
     for found in s.findings:
         if found.two_sigma:
             better, worse = found.two_sigma

@@ -48,6 +48,10 @@ def test_equal_differences_tell_after_five_pairs_and_zeros_late():
     ones = np.ones((1, 90))
     assert not compare(ones, ones, 0.05, smallest=0.5).decided.any()
     assert not compare(ones, ones + 0.1, 0.05).decided.any()
+    # B is one run, repeated.
+    course = compare(many, 0 * many + 50, 0.05, smallest=1e9)
+    assert course.repeated.all()
+    assert not course.decided.any()
     # Equal but for the rounding of what is subtracted.
     few = np.array([[0.7, 0.8] * 20])
     assert not compare(few, np.array([[0.6, 0.7] * 20]), 0.05).decided.any()
