@@ -67,7 +67,7 @@ CEILINGS = {
     "studies/advise": 2287,
     "studies/compare": 2125,
     "studies/inspect": 1356,
-    "studies/ab": 957,
+    "studies/ab": 959,
     "tasks": 1639,
     "noise": 2700,
     "balance": 1207,

@@ -19,6 +19,8 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.schema import Settings
 
+# Nobody turns pages or has a narrow screen.
+UNREAD = {"COLUMNS": "500", "PAGER": "cat", "GIT_PAGER": "cat"}
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 # Characters of output that are searched together, those kept of what came before, and half of a
 # line's: a pattern may look at each part of a line from all places before it.
@@ -103,7 +105,7 @@ def _kept(
 ) -> list[str]:
     """Exit code, or None after the time limit, and peak of memory, as ``keeper.py`` says them."""
     end, start = time.monotonic() + limit, [sys.executable, "-IS", KEEPER, command]
-    where: Any = {"cwd": cwd, "env": {**os.environ, "COLUMNS": "500"}}  # lines stay whole
+    where: Any = {"cwd": cwd, "env": os.environ | UNREAD}
     # A terminal: from pipes the two streams come in the order in which buffers were full.
     ours, its = os.openpty()
     with open(ours, "rb", 0) as stream, open(its, "wb", 0) as printed:
