@@ -236,6 +236,7 @@ class Trainer:
         # The first step of some moves no weight.
         if weights(1) == weights(1, 1e-3) and weights(3) == weights(3, 1e-3) != weights(0):
             self.set_rate.check("the same weights with a thousandth of the rate")
+        self.load(begin)
 
     def _find_company(self) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
