@@ -63,9 +63,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 872,
     "integrations": 950,
-    "studies": 3620,
+    "studies": 3666,
     "studies/advise": 2287,
-    "studies/compare": 2125,
+    "studies/compare": 2128,
     "studies/inspect": 1356,
     "studies/ab": 959,
     "tasks": 1639,

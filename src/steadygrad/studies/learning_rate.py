@@ -51,6 +51,14 @@ class RateSetter:
             {name: copy.deepcopy(group[name]) for name in TASKS_OWN if name in group}
             for group in optimizer.param_groups
         ]
+        # As set, then as each step saw them, behind the task's own hooks. A hook that holds this
+        # object would make a cycle, which keeps the optimizer's memory.
+        self._rates = rates = [_rates(optimizer)]
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(_rates(optimizer)))
+        begun = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        # Torch's own need not begin with another rate.
+        if begun != [lr for lr, _ in rates[0]] or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            self.check("a scheduler on it")
 
     def __call__(self, rate: Rate, seen: float = 0) -> None:
         """Sets a learning rate, after ``seen`` samples of the run."""
@@ -68,6 +76,19 @@ class RateSetter:
                 group["lr"] = lr
             if self._keep_half_life and (size, factor) != (task.batch_size, 1.0):
                 _keep_half_life(group, options, size / task.batch_size, factor)
+        self._rates[:] = [_rates(self._optimizer)]
+
+    def check(self, found: str = "") -> None:
+        """Refuses an optimizer that has changed a rate since it was set, or was ``found`` to."""
+        for rates in (*self._rates, _rates(self._optimizer)):
+            for rate, given in zip(rates, self._rates[0], strict=False):
+                found = found if rate == given else f"a rate of its own, {float(rate[0]):g}"
+        if found:
+            raise InputError(
+                f"The optimizer of {self._task.name} should step at the learning rate that is set. "
+                f"Found {found}. Remedy: no scheduler, hook or step of its own that sets a rate; "
+                "Task.warmup_samples and Task.lr_decay."
+            )
 
 
 def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
@@ -86,6 +107,11 @@ def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
             "Remedy: leave it out."
         )
     return found
+
+
+def _rates(optimizer: Optimizer) -> list[tuple[Any, int]]:
+    """The rates of its groups, and versions of those that are tensors: reading them would wait."""
+    return [(group["lr"], getattr(group["lr"], "_version", 0)) for group in optimizer.param_groups]
 
 
 def _keep_half_life(

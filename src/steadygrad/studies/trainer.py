@@ -200,9 +200,9 @@ class Trainer:
         if self.dependent:
             self.fit_micro_batch(size)  # refused where that cuts the batch
         together(self._check_evaluation)
-        # So that the step changes weights: its rate is not zero, and its scale does not overflow.
+        self.check_rate()
+        # So that the step changes weights: its rate is not zero.
         self.set_rate(Rate(), self.task.warmup_samples)
-        self.scaler.update(1.0)
         self.step(torch.arange(size))
         self.look()
         self.second_moment = together(
@@ -218,6 +218,25 @@ class Trainer:
             found, made = (x.optimizer["state"] for x in (start, state))
             together(lambda: check_optimizer_state(found, made))
         self.restart()
+
+    def check_rate(self) -> None:
+        """Refuses an optimizer that sets its own rate: steps at two of them move weights alike."""
+        self.scaler.update(1.0)  # so that no step overflows
+        size, begin = self.task.batch_size, replace(self.state(0), optimizer={})
+
+        def weights(steps: int, factor: float = 1.0) -> list[Any]:
+            self.load(begin)
+            self.seed_everything("rates")
+            for number in range(steps):
+                self.set_rate(Rate(factor=factor), size * (number + 0.5))
+                self.step(torch.arange(size))
+            marks, named = fingerprints(self.model), self.model.named_parameters()
+            return self.context.gather([marks.get(name) for name, p in named if p.requires_grad])
+
+        # The first step of some moves no weight.
+        if weights(1) == weights(1, 1e-3) and weights(3) == weights(3, 1e-3) != weights(0):
+            self.set_rate.check("the same weights with a thousandth of the rate")
+        self.load(begin)
 
     def _find_company(self) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
@@ -357,6 +376,7 @@ class Trainer:
         self._losses.append(self.backward(indices, ready))
         with guarded("A step of the optimizer"):
             self.scaler.step(self.optimizer)
+        self.set_rate.check()
         self.scaler.update()
         self.optimizer.zero_grad()
         self.steps += 1

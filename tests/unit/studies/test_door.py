@@ -1,17 +1,21 @@
 """What a study refuses before any training, and what it lets in: factories and losses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, RAdam, Rprop, lr_scheduler
 
+import steadygrad
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.order import main_order
 from steadygrad.studies.summary import DEPENDENT
+from tests.refusals import refused
 from tests.unit.studies.framework import PLAN, begin, go_on, make_trainer
 from tests.unit.studies.tiny_task import boom, centered, losses, make_model, make_task, mean
 
@@ -28,6 +32,10 @@ def enter(*, dtype="float32", **changes):
 def body(*, frozen=False, norm=False):
     parts = [nn.Linear(8, 16), *([nn.BatchNorm1d(16)] if norm else [])]
     return nn.Sequential(*parts).requires_grad_(not frozen)
+
+
+def with_norm():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 
 
 def around(part):
@@ -179,15 +187,136 @@ def test_what_is_let_in(changes):
     enter(**changes)
 
 
+# Rates that an optimizer sets itself
+
+
+def scheduled(kind, *args, steps=False):
+    """With a scheduler of torch, which its hook may step."""
+
+    def make(parameters, lr):
+        optimizer = SGD(parameters, lr)
+        optimizer.scheduler = kind(optimizer, *args)
+        if steps:
+            optimizer.register_step_post_hook(lambda *_: optimizer.scheduler.step(1.0))
+        return optimizer
+
+    return make
+
+
+def hooked(after=0, tensor=False, **factors):
+    """With hooks around a step that multiply the last group's rate; ``after`` so many calls."""
+
+    def make(parameters, lr):
+        optimizer, calls = SGD(parameters, torch.tensor(lr) if tensor else lr), []
+
+        def hook(optimizer, arguments, options, factor):
+            calls.append(factor)
+            if len(calls) > after:
+                optimizer.param_groups[-1]["lr"] *= factor
+
+        for kind, factor in factors.items():
+            getattr(optimizer, f"register_step_{kind}_hook")(partial(hook, factor=factor))
+        return optimizer
+
+    return make
+
+
+def begun_low(parameters, lr):
+    """As a scheduler of timm leaves it."""
+    return SGD([{"params": parameters, "lr": lr / 20, "initial_lr": lr}])
+
+
+class Sets(SGD):
+    def step(self):
+        self.param_groups[0]["lr"] *= 0.5
+        super().step()
+
+
+class Ignores(SGD):
+    """Steps at the rate that it was made with, once it has waited."""
+
+    def __init__(self, parameters, lr, wait=0):
+        super().__init__(parameters, lr)
+        self.own, self.wait = lr, wait
+
+    @torch.no_grad()
+    def step(self):
+        self.wait -= 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.own * (self.wait < 0))
+
+
+class Waits(SGD):
+    """Moves nothing in its first steps."""
+
+    wait = 5
+
+    def step(self):
+        self.wait -= 1
+        if self.wait < 0:
+            super().step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        scheduled(lr_scheduler.LambdaLR, lambda k: (k + 1) / 20, steps=True),
+        # These act by being made.
+        scheduled(lr_scheduler.LinearLR),
+        lambda ps, lr: scheduled(lr_scheduler.CyclicLR, lr / 9, lr)(ps, lr),
+        begun_low,
+        scheduled(lr_scheduler.ReduceLROnPlateau, "min", 0.1, 20, steps=True),
+        hooked(pre=0.5),
+        hooked(post=0.5),
+        hooked(pre=0.5, post=2.0),
+        hooked(pre=0.5, post=2.0, tensor=True),
+        # In the training itself.
+        hooked(post=0.5, after=100),
+        Sets,
+        Ignores,
+        lambda ps, lr: Ignores(ps, lr, wait=1),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_optimizer_that_sets_its_own_rate_is_refused(make, dtype):
+    with refused("tiny", "learning rate", "Task.lr_decay"):
+        list(enter(make_optimizer=make, dtype=dtype).run(main_order(4096, 0), 0, 640, 4))
+
+
+@pytest.mark.parametrize("study", ["advise", "compare", "inspect", "ab"])
+def test_every_study_refuses_it(study, tmp_path):
+    tasks = [make_task(name="B", make_optimizer=Sets)]
+    if study == "ab":
+        tasks.insert(0, make_task())
+    with refused("of B "):
+        getattr(steadygrad, study)(*tasks, budget=30, out=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"make_optimizer": lambda ps, lr: SGD([{"params": ps, "lr": lr, "initial_lr": lr}])},
+        {"make_optimizer": lambda ps, lr: SGD(ps, lr=torch.tensor(lr))},
+        {"make_optimizer": lambda ps, lr: SGD([{"params": [p], "lr": 9 * lr} for p in ps])},
+        {"make_optimizer": Rprop, "batch_size": 64},
+        # Statistics move without it.
+        {"make_optimizer": Waits, "make_model": with_norm, "batch_size": 8},
+        {"make_optimizer": RAdam, "warmup_samples": 1 << 40},
+        {"make_optimizer": AdamW, "lr": 1e-30},
+        {"make_optimizer": AdamW, "per_sample_loss": lambda model, batch: 0 * losses(model, batch)},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_optimizer_that_steps_at_the_rate_that_is_set_is_let_in(changes, dtype):
+    assert len(list(enter(**changes, dtype=dtype).run(main_order(4096, 0), 0, 64, 8))) == 8
+
+
 # Losses whose samples depend on one another
 
 
 def of_a_mean(model, batch):
     return losses(model, batch) / len(batch[0])
-
-
-def with_norm():
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 
 
 def noisy(model, batch, losses=losses):

@@ -151,7 +151,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     Raises:
         InputError: If it is broken, or its step needs more than gradients.
     """
-    errors, model = [], trainer.model
+    errors, model, task = [], trainer.model, trainer.task
     for matrices in (False, True):
         own = replace(entry, traits=Traits(matrices=matrices))
         try:
@@ -162,6 +162,8 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             check_gradients(optimizer, model, what)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
+            trainer.task = replace(own.task(task, own.lr, 0, 0), name=name)
+            trainer.check_rate()
         except InputError as error:
             # The error of a maker, such as one that leaves the rate aside, and not of a library.
             if ":" not in name or (error.__cause__ is None and not matrices):
@@ -171,6 +173,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             traits = traits_of(name, optimizer, matrices=matrices)
             return replace(own, traits=traits)
         finally:
+            trainer.task = task
             trainer.restart()
     raise InputError(
         f"Expected an optimizer that takes steps on gradients alone. Found {name}: "

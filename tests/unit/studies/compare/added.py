@@ -48,6 +48,16 @@ def hooks(model, lr):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+class _SetsRate(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= 0.5
+        super().step()
+
+
+def sets_rate(model, lr):
+    return _SetsRate(model.parameters(), lr=lr)
+
+
 class OwnRate(torch.optim.SGD):
     """Has an estimate ``d0`` of its rate, as Prodigy."""
 
