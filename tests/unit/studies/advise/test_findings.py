@@ -257,6 +257,8 @@ def test_points_along_whose_branches_the_loss_does_not_fall():
     header = make_header(task={"train_size": 512})
     summary = summarize(header, Results(events), "complete")
     assert found(summary, Flat) == Flat(points=(LENGTH,), epochs=8.0)
+    own = summarize(replace(header, first_losses=(0.5,)), Results(events), "complete")
+    assert found(own, Flat).own
     assert [row.resolved for row in summary.points] == [True, False]
     assert summary.going_on.from_samples == 1024
 
