@@ -102,19 +102,15 @@ def trains(model, samples):
     return 1.0
 
 
-class Turn(nn.Module):
+class Turn(nn.Bilinear):
     """A complex weight."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, dtype=torch.complex64))
-
     def forward(self, x):
-        return (x.float() * self.weight).real
+        return (x.float() * self.weight[0]).real
 
 
 def turned():
-    return nn.Sequential(*make_model(), Turn())
+    return nn.Sequential(*make_model(), Turn(1, 1, 1, bias=False, dtype=torch.complex64))
 
 
 REFUSED = {
