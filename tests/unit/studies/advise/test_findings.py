@@ -146,7 +146,7 @@ def assert_words_fit(summary):
     assert not re.search(r"\bnan\b|\binf\b|None", said)
     assert summary.answer.count(". ") == 0
     if summary.table:
-        advised = [row[0] for row in summary.table.rows if row[-1].split(", ")[-1] == "advised"]
+        advised = [row[0] for row in summary.table.rows if row[3].endswith("advised")]
         assert advised == ([f"{size:,}"] if size else [])
     # Command and doubt do not stand side by side.
     assert ("; until then" in summary.answer) == bool(words.tune_first(summary))
