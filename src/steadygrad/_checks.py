@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Collection
 from difflib import get_close_matches
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 __all__ = [
     "InputError",
@@ -13,6 +14,8 @@ __all__ = [
     "check_count",
     "check_number",
     "check_type",
+    "from_extra",
+    "install",
     "launched",
     "shown",
 ]
@@ -27,6 +30,20 @@ class InputError(ValueError):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: no package index has the package yet."""
+    return f'pip install -e ".[{extra}]" in the clone'
+
+
+def from_extra(module: str, extra: str) -> Any:
+    """Imports a module that an extra brings."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        found = f"Expected the package {module.partition('.')[0]}. Found none ({error})"
+        raise InputError(f"{found}. Remedy: {install(extra)}.") from error
 
 
 def check_number(

@@ -6,13 +6,12 @@ have it: those can be summed over processes, and no matrix of gradients is made.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, from_extra
 
 __all__ = ["aggregator_rows", "gram_weights", "load_aggregator"]
 
@@ -20,13 +19,7 @@ __all__ = ["aggregator_rows", "gram_weights", "load_aggregator"]
 def load_aggregator(combine: Any) -> Any:
     """Returns an aggregator as it is, or makes TorchJD's of that name, without arguments."""
     if isinstance(combine, str):
-        try:
-            kind = getattr(import_module("torchjd.aggregation"), combine, None)
-        except ImportError as error:
-            raise InputError(
-                f"Parameter `combine` should be an aggregator. Found {combine!r}, and no TorchJD "
-                f'({error}). Remedy: pip install "steadygrad[torchjd]".'
-            ) from error
+        kind = getattr(from_extra("torchjd.aggregation", "torchjd"), combine, None)
         combine = combine if kind is None else kind()
     if combine is not None and not hasattr(combine, "gramian_weighting"):
         raise InputError(

@@ -11,6 +11,8 @@ from steadygrad._checks import InputError, launched
 
 # Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+# Of a table: spaces between columns, and the characters that a column of words keeps.
+GAP, LEAST = 2, 14
 
 
 def printable(text: str) -> str:
@@ -65,25 +67,52 @@ def _write(text: str, stream: TextIO | None) -> None:
             raise InputError(f"{found} Remedy: free some.") from error
 
 
-def rendered(*parts: Any, stream: TextIO | None) -> str:
-    """Texts and rich's tables as a stream shows them."""
+def rendered(*parts: str | Mapping[str, Any] | None, stream: TextIO | None) -> str:
+    """Texts, and a summary's table if it has one, as a stream shows them."""
     from rich.console import Console
 
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()
     console = Console(file=buffer, force_terminal=terminal or None, **PLAIN)
     for part in parts:
-        console.print(part)
+        if part is not None:
+            console.print(part if isinstance(part, str) else drawn(part, console.width))
     return buffer.getvalue().rstrip("\n")
 
 
-def drawn(table: Mapping[str, Any]) -> Any:
-    """A summary's table as rich draws it."""
-    from rich.table import Table
+def drawn(table: Mapping[str, Any], width: int) -> str:
+    """A summary's table: at most two lines of heads, and one for each row.
 
-    found = Table(title=table["title"])
-    for number, name in enumerate(table["columns"]):
-        side: Any = "left" if number < table["text_columns"] else "right"
-        found.add_column(name, justify=side, overflow="fold")
-    for row in table["rows"]:
-        found.add_row(*row)
-    return found
+    Columns of words give way first: the ends of long texts stay, where they differ. Columns for
+    which there is no room then are named below; those on the left come first.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    words, given, room = table["text_columns"], dict[int, int](), width + GAP
+    columns = [[*_head(x), *xs] for x, *xs in zip(table["columns"], *table["rows"], strict=True)]
+    wide = [max(map(cell_len, column)) for column in columns]
+    for i, own in enumerate(wide):
+        least = min(own, LEAST) if i < words else own
+        if least + GAP <= room:
+            given[i], room = least, room - least - GAP
+    for i in (i for i in given if i < words):
+        more = min(wide[i] - given[i], room)
+        given[i], room = given[i] + more, room - more
+
+    def cell(i: int, text: str) -> str:
+        if cell_len(text) > given[i]:
+            text = f"…{set_cell_size(text[::-1], given[i] - 1)[::-1]}"
+        return set_cell_size(text, given[i]) if i < words else text.rjust(given[i])
+
+    cells = ([cell(i, row[i]) for i in given] for row in zip(*columns, strict=True))
+    first, second, *rows = ((" " * GAP).join(row).rstrip() for row in cells)
+    rule = (" " * GAP).join("─" * n for n in given.values())
+    absent = ", ".join(name for i, name in enumerate(table["columns"]) if i not in given)
+    rows += [f"On the page also: {absent}."] * bool(absent)
+    return "\n".join(["", table["title"], *[first] * bool(first), second, rule, *rows, ""])
+
+
+def _head(name: str) -> tuple[str, str]:
+    """The two lines of a head of which the longer one is shortest."""
+    parts = name.split(" ")
+    heads = ((" ".join(parts[:i]), " ".join(parts[i:])) for i in range(len(parts)))
+    return min(heads, key=lambda lines: max(map(len, lines)))

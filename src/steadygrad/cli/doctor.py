@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 from steadygrad import __version__
+from steadygrad._checks import install
 from steadygrad.cli.console import cleaned, emit
 
 # What each extra brings.
@@ -81,7 +82,7 @@ def _missing() -> dict[str, str]:
     lines = requires("steadygrad") or ()
     needs = [re.match(r"([\w.-]+).*\bextra == .([\w-]+)", line) for line in lines]
     absent = sorted({need[2] for need in needs if need and _version(need[1]) is None})
-    return {f"missing {x}": f"{BRINGS[x]}: pip install 'steadygrad[{x}]'" for x in absent}
+    return {f"missing {x}": f"{BRINGS[x]}: {install(x)}" for x in absent}
 
 
 def _step(device: str) -> str:

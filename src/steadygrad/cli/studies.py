@@ -15,7 +15,7 @@ import torch
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.cli.console import cleaned, drawn, emit, note, printable, rendered
+from steadygrad.cli.console import cleaned, emit, note, printable, rendered
 from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
@@ -71,8 +71,7 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
 def _shown(summary: Summary, page: Path | None, stream: TextIO | None) -> str:
     """The answer, the table, the remarks, and where the page is."""
     said = cleaned(summary.to_dict())
-    table = [drawn(said["table"])] if said["table"] else []
-    text = rendered(said["answer"], *table, *said["remarks"], stream=stream)
+    text = rendered(said["answer"], said["table"], *said["remarks"], stream=stream)
     return f"{text}\n\nReport: {printable(str(page))}" if page else text
 
 

@@ -1,7 +1,6 @@
-"""Adapters to trainers and loggers, each imported on demand.
+"""Adapters to trainers and loggers, each imported on demand."""
 
-A module's package comes with the extra of its name: ``pip install "steadygrad[transformers]"``.
-"""
+from steadygrad._checks import install
 
 __all__ = ["MissingExtraError"]
 
@@ -15,5 +14,5 @@ class MissingExtraError(ImportError):
     """
 
     def __init__(self, package: str, extra: str | None) -> None:
-        remedy = f'pip install "steadygrad[{extra}]"' if extra else f"pip install {package}"
+        remedy = install(extra) if extra else f"pip install {package}"
         super().__init__(f"Expected the package {package!r}. Found none. Remedy: {remedy}.")

@@ -100,10 +100,10 @@ def _svg(name: str, description: str, paint: Painter, size: tuple[float, float])
     return opening + Markup(body.strip())
 
 
-def label(text: str) -> str:
-    """A name from a record, short enough to stand in a chart."""
-    text = clean(text)
-    return text if len(text) <= 24 else text[:23] + "…"
+def label(text: str, most: int = 24) -> str:
+    """A name from a record, in one line short enough to stand in a chart: names differ at ends."""
+    text = " ".join(clean(text).split())
+    return text if len(text) <= most else "…" + text[1 - most :]
 
 
 def dots(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steadygrad._checks import InputError, launched
+from steadygrad._checks import InputError, from_extra, launched
 from steadygrad.studies.environment import environment
 from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
@@ -237,11 +237,7 @@ def dask_workers(address: str) -> Workers:
 
 
 def _dask_client(address: str) -> Any:
-    try:
-        # The package's types are not annotated.
-        Client: Any = import_module("distributed").Client
-    except ModuleNotFoundError as error:
-        raise InputError('--dask needs Dask. Remedy: pip install "steadygrad[dask]".') from error
+    Client: Any = from_extra("distributed", "dask").Client
     for name in ("distributed", "distributed.client"):  # tens of lines on a lost scheduler
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -4,7 +4,8 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +21,6 @@ from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trials import seed_for
 from steadygrad.tasks import (
-    Samples,
     Task,
     TaskError,
     batches,
@@ -126,7 +126,7 @@ class Trainer:
     def _make_anew(self, repeat: int) -> nn.Module:
         self.seed_everything("init", repeat)
         with guarded("Task.make_model"):
-            model = check_model(self.task.make_model())
+            model = check_model(self.task.make_model(), scaled=self.dtype is torch.float16)
             dtype = torch.float64 if self.dtype is torch.float64 else None
             return model.to(self.context.device, dtype)
 
@@ -158,7 +158,7 @@ class Trainer:
         self.model.train()
         self.steps = state.steps
         # Of steps whose losses were not read yet, and of those that were.
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Tensor, Tensor]] = []
         self._looked_at: list[float] = []
 
     def restart(self, repeat: int = 0) -> None:
@@ -373,7 +373,7 @@ class Trainer:
 
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
-        self._losses.append(self.backward(indices, ready))
+        self._losses.append((self.backward(indices, ready), indices))
         with guarded("A step of the optimizer"):
             self.scaler.step(self.optimizer)
         self.set_rate.check()
@@ -391,16 +391,28 @@ class Trainer:
             Diverged: If one of them is not finite.
             StudyInterrupted: If the study has to stop.
         """
-        pending = torch.stack(self._losses).tolist() if self._losses else []
+        losses, taken = [*zip(*self._losses, strict=True)] or ((), ())
         self._losses.clear()
-        for value in self.context.poll(pending):
+        pending = torch.stack(losses).tolist() if losses else []
+        for value, indices in zip(self.context.poll(pending), taken, strict=True):
             if self._finite and not math.isfinite(value):
-                raise Diverged(
-                    f"The training loss should stay finite. Found {value} within {self.steps} "
-                    f"steps. Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN."
-                )
+                found = f"The training loss should stay finite. Found {value}"
+                raise Diverged(f"{found} within {self.steps} steps{self._why_not_finite(indices)}.")
             self._looked_at.append(value)
         return self._looked_at
+
+    def _why_not_finite(self, indices: Tensor) -> str:
+        """What is known of a batch's loss, and the remedy; where it overflows no weight moves."""
+        micros, mean = self.context.share(indices).split(self.micro_batch_size), math.nan
+        if self.dtype is torch.float16:
+            with suppress(TaskError), torch.no_grad(), guarded("Task.per_sample_loss"):
+                losses = (self.task.per_sample_loss(self.wrapped, self.batch(m)) for m in micros)
+                mean = float(torch.cat([*losses]).mean())
+            (mean,) = self.context.poll([mean])
+        if math.isfinite(mean):
+            found = f", in float16 alone: in float32 the batch has {mean:.3g}. Remedy: --dtype "
+            return f"{found}bfloat16 or float32, or a lower Task.lr if that loss is large"
+        return f". Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN"
 
     def take_losses(self) -> list[float]:
         """The training losses of the steps since the last call."""
@@ -478,21 +490,6 @@ class Trainer:
         if not len(indices):
             return 0.0
         size = min(self.micro_batch_size, EVALUATION_SIZE)
-        samples = _Some(self.task.valid, indices)
         with guarded("Task.per_sample_loss on Task.valid"):
-            mean = mean_loss(self.task, self.model, samples, micro_batch_size=size)
+            mean = mean_loss(self.task, self.model, indices=indices, micro_batch_size=size)
         return mean * len(indices)
-
-
-@dataclass
-class _Some:
-    """Some of a task's samples."""
-
-    samples: Samples
-    indices: Tensor
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def batch(self, indices: Tensor) -> Any:
-        return self.samples.batch(self.indices[indices])

@@ -106,14 +106,21 @@ def losses_depend_on_company(
     return False
 
 
-def check_model(model: Any) -> nn.Module:
-    """Returns the model of ``Task.make_model`` when it is a module whose parameters have values."""
+def check_model(model: Any, *, scaled: bool = False) -> nn.Module:
+    """Returns a model when it is a module with values, real where gradients are ``scaled``."""
     if not isinstance(model, nn.Module) or any(map(is_lazy, model.parameters())):
         found = "lazy parameters in it" if isinstance(model, nn.Module) else type(model).__name__
         raise TaskError(
             f"Task.make_model should return a torch.nn.Module with values. Found {found}. Remedy: "
             "end the function with `return model`, after one batch through it if it is lazy."
         )
+    for name, weight in model.named_parameters() if scaled else ():
+        if weight.is_complex() and weight.requires_grad:
+            raise TaskError(
+                "Task.make_model should have real weights in float16: torch scales no complex "
+                f"gradients. Found {name!r} of {weight.dtype}. Remedy: torch.view_as_complex of "
+                "weights with a last dimension of two, or (not in inspect) another --dtype."
+            )
     return model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._pytree import tree_map
 
-from steadygrad._checks import InputError
+from steadygrad._checks import from_extra
 from steadygrad.numerics import wide
 from steadygrad.tasks.samples import TensorSamples
 from steadygrad.tasks.task import Task, mean_loss
@@ -100,14 +100,7 @@ def load_digits() -> tuple[Tensor, Tensor, dict[str, str]]:
     Raises:
         InputError: If scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits as load_bundled
-    except ImportError as error:
-        raise InputError(
-            "The digits tasks should find scikit-learn. Found no such package. "
-            'Remedy: pip install "steadygrad[cli]".'
-        ) from error
-    digits = load_bundled()
+    digits = from_extra("sklearn.datasets", "cli").load_digits()
     pixels = torch.as_tensor(digits.images, dtype=torch.uint8)
     labels = torch.as_tensor(digits.target, dtype=torch.int64)
     # Hashes, not a random generator: the split is the same under every version of torch.

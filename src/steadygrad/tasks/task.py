@@ -239,6 +239,7 @@ def mean_loss(
     samples: Samples | None = None,
     *,
     micro_batch_size: int | None = None,
+    indices: Tensor | None = None,
 ) -> float:
     """Evaluates a model by its mean per-sample loss, in evaluation mode and without gradients.
 
@@ -247,17 +248,18 @@ def mean_loss(
         model: The model; every module's training mode is put back afterwards.
         samples: What to evaluate on. Default: ``task.valid``.
         micro_batch_size: Most samples in one forward pass. Default: the task's, or else 128.
+        indices: Numbers of the samples, shape ``(n,)``. Default: all.
 
     Returns:
         The mean, summed in float64; it may be NaN or infinite when a loss is.
     """
     size = micro_batch_size or task.micro_batch_size or EVALUATION_SIZE
     samples = task.valid if samples is None else samples
-    total = 0.0
+    indices, total = torch.arange(len(samples)) if indices is None else indices, 0.0
     with torch.no_grad(), evaluating(model):
-        for indices in torch.arange(len(samples)).split(size):
-            losses = task.per_sample_loss(model, to_device(samples.batch(indices), model))
-            check_losses(losses, len(indices), finite=False)
+        for some in indices.split(size):
+            losses = task.per_sample_loss(model, to_device(samples.batch(some), model))
+            check_losses(losses, len(some), finite=False)
             # On the host: MPS has no float64.
             total += float(losses.cpu().double().sum())
-    return total / len(samples)
+    return total / len(indices)

@@ -1,24 +1,53 @@
 """Printed lines, the stream that they are printed on, and progress in a log and in a bar."""
 
+import json
 import math
 import os
 from types import SimpleNamespace
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 
 from steadygrad._checks import InputError
-from steadygrad.cli.console import cleaned, complain, emit, note, printable, rendered
+from steadygrad._studies import STUDIES
+from steadygrad.cli.console import cleaned, complain, drawn, emit, note, printable, rendered
 from steadygrad.cli.progress import Monitor, make_monitor
+from tests.unit.cli.quick import ROOT
 
 
 def test_a_text_is_no_markup_and_no_emoji():
-    found = Table("layer")
-    found.add_row("blocks[bold]1[/bold] :smile:")
+    row = ("blocks[bold]1[/bold] :smile:",)
+    found = {"title": "[b]", "columns": ("layer",), "rows": (row,), "text_columns": 1}
     out = rendered(found, "Train at [bold]32[/bold] :smile:.", stream=None)
     assert "blocks[bold]1[/bold] :smile:" in out
     assert out.endswith("Train at [bold]32[/bold] :smile:.")
+
+
+# Words of users: a path, wide letters, a command, marks that take no room.
+LONG = ("a/b/" * 60 + "end", "字" * 90 + "end", "--lr 1 " * 40 + "end", "e\u0301" * 300 + "end")
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_table_has_two_lines_of_heads_and_one_for_each_row(study, width, long):
+    table = json.loads((ROOT / f"docs/records/{study}/summary.json").read_text())["table"]
+    words, rows = table["text_columns"], table["rows"]
+    for number, row in enumerate(rows):
+        row[:words] = [LONG[(number + j) % 4] for j in range(words)] if long else row[:words]
+    empty, title, *lines = drawn(table, width).split("\n")
+    assert (empty, title, lines.pop()) == ("", table["title"], "")
+    assert max(map(cell_len, lines)) <= width
+    (rule,) = (i for i, line in enumerate(lines) if line[0] == "─")
+    assert rule <= 2
+    shown, (absent, *_) = lines[rule + 1 :][: len(rows)], [*lines[rule + 1 + len(rows) :], ""]
+    left_out = absent.removeprefix("On the page also: ").rstrip(".").split(", ")
+    assert not {*left_out} & {*table["columns"][: words + 1]} - {""}
+    # Numbers are whole, and words end as they do.
+    for row, line in zip(rows, shown, strict=True):
+        for i, name in enumerate(table["columns"]):
+            assert (row[i] if i >= words else row[i][-3:]) in line or name in left_out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steadygrad import __version__, distributed
+from steadygrad._checks import install
 from steadygrad.cli import doctor, main
 from steadygrad.optim import loops
 from steadygrad.optim.loops import runtime
@@ -69,4 +70,4 @@ def test_a_missing_extra_says_what_it_would_bring(examined, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else real(name))
     found = examined()
     assert found["numba"] is None
-    assert found["missing cpu"] == f"{doctor.BRINGS['cpu']}: pip install 'steadygrad[cpu]'"
+    assert found["missing cpu"] == f"{doctor.BRINGS['cpu']}: {install('cpu')}"

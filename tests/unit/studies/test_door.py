@@ -110,6 +110,17 @@ def trains(model, samples):
     return 1.0
 
 
+class Turn(nn.Bilinear):
+    """A complex weight."""
+
+    def forward(self, x):
+        return (x.float() * self.weight[0]).real
+
+
+def turned():
+    return nn.Sequential(*make_model(), Turn(1, 1, 1, bias=False, dtype=torch.complex64))
+
+
 REFUSED = {
     # Models that carry weights on, or share a seed.
     "make_model": [
@@ -120,6 +131,7 @@ REFUSED = {
         {"make_model": pretrained(head=True)},
         {"make_model": lambda: nn.Sequential(nn.LazyLinear(1))},
         {"make_model": lambda: make_model().to("meta")},
+        {"make_model": turned, "dtype": "float16"},
         # Where an ordinary first step would not move the weights.
         {"make_model": copies(), "warmup_samples": 64},
         {"make_model": copies(), "dtype": "float16", "per_sample_loss": thousandfold},
@@ -181,6 +193,11 @@ def borrows(model, samples):
         {"make_optimizer": with_another(nn.Parameter(torch.zeros(1)))},
         {"warmup_samples": 64, "lr_decay": "cosine"},
         {"evaluate": borrows},
+        {"make_model": turned, "dtype": "bfloat16"},
+        {
+            "make_model": lambda: turned().requires_grad_(False).append(nn.Linear(1, 1)),
+            "dtype": "float16",
+        },
     ],
 )
 def test_what_is_let_in(changes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import drawn, rendered
+from steadygrad.cli.console import rendered
 from steadygrad.studies.folder import create, read_run, write_summary
 from steadygrad.studies.page import render
 from steadygrad.studies.strict_json import dumps
@@ -50,7 +50,7 @@ def said_in(run):
 def words_of(run):
     """The words of a page's header, of the terminal, and of the page below its header."""
     answer, *remarks = said_in(run)
-    terminal = rendered(answer, drawn(run.summary["table"]), *remarks, stream=None)
+    terminal = rendered(answer, run.summary["table"], *remarks, stream=None)
     page = re.sub(r"<(style|svg)\b.*?</\1>", "", render(run), flags=re.DOTALL)
     header, body = map(texts, page.partition("<h2>Where the numbers")[0].split("</header>"))
     return header, f"{terminal}\n", body

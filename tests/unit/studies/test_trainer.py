@@ -22,6 +22,7 @@ from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import RunError
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order, seed_for
+from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.work import work_on, workplace
 from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import TensorSamples
@@ -118,6 +119,24 @@ def test_losses_that_are_not_finite_are_refused():
     # In the largest batch, before training.
     with pytest.raises(InputError, match="per_sample_loss"):
         trainer.fit_micro_batch(64)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "lr", "remedy"),
+    [
+        # More than float16 holds: the weights are finite, and so is the loss in float32.
+        (3e5, "float16", 0.001, "in float16 alone.*--dtype bfloat16"),
+        (math.nan, "float16", 0.001, "Task.lr"),
+        (math.nan, "float32", 0.001, "Task.lr"),
+        (1.0, "float32", 1e30, "Task.lr"),
+    ],
+)
+def test_a_loss_that_is_not_finite_has_a_cause_only_where_it_is_known(value, dtype, lr, remedy):
+    x, y = make_task().train.batch(torch.arange(4096))
+    x[main_order(4096, 0).take(8, 4)[2], 0] = value
+    task = make_task(train=TensorSamples((x, y)), lr=lr, make_model=lambda: nn.Linear(8, 1))
+    with pytest.raises(Diverged, match=remedy):
+        list(make_trainer(task, dtype=dtype).run(main_order(4096, 0), 0, 400, 4))
 
 
 def test_worker_processes_that_make_batches_change_no_number():

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from steadygrad._checks import install
 from steadygrad.optim.passes import BACKENDS, Pass, Types, runtime_of
 
 # Why loops are not tried again in this process: by passes and types, or of all of them.
@@ -31,8 +32,7 @@ def was_forked() -> bool:
 def _why_no_numba() -> str | None:
     try:
         numba = importlib.import_module("numba")
-    except Exception as error:
-        # Broken installations raise all sorts of things.
+    except Exception as error:  # broken installations raise all sorts of things
         if isinstance(error, ImportError) and error.name == "numba":
             return "numba is not installed"
         return f"numba cannot be loaded ({error})"
@@ -69,7 +69,7 @@ def warn_once(optimizer: str, why: str) -> None:
         _WARNED.add((optimizer, why))
         warnings.warn(
             f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
-            "used. Remedy: numba for parameters on a CPU (pip install 'steadygrad[cpu]'), triton "
-            "on CUDA devices, and contiguous() data; foreach=True chooses multi-tensor calls.",
+            f"used. Remedy: contiguous() data, triton on CUDA devices, numba on a CPU: "
+            f"{install('cpu')}; foreach=True chooses multi-tensor calls.",
             stacklevel=2,
         )

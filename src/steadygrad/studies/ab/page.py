@@ -21,7 +21,8 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         if arm and evidence.metrics(0, arm).size:
             spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, evidence, arm)
             courses.append((name, charts.chart(f"course-{name}", spoken, paint, height=240)))
-    return {"courses": courses}
+    arms = zip(evidence.names, run.header.plan.arms, strict=True)
+    return {"courses": courses, "arms": dict(arms)}
 
 
 def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:

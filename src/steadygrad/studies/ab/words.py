@@ -1,6 +1,7 @@
 """The findings in words: the answer, the remarks, and the table."""
 
 import math
+import re
 
 from steadygrad.studies.ab.schema import Comparison, Summary
 from steadygrad.studies.schema import Table
@@ -69,7 +70,7 @@ def remarks(s: Summary) -> tuple[str, ...]:
 
 def table(s: Summary) -> Table:
     """The table of arms: verdict, metric, and seconds of a run."""
-    heads = ("", "what", "verdict", "metric", "minus A", "runs")
+    heads = ("", "what", "verdict", "difference", "metric", "runs")
     rows = []
     for arm, found in zip(s.arms, (None, *s.findings), strict=True):
         verdict, apart = (found.verdict, minus(found)) if found else ("baseline", "–")
@@ -77,9 +78,22 @@ def table(s: Summary) -> Table:
         failed = f", {arm.failed} failed" if arm.failed else ""
         runs = f"{arm.runs} × {show(arm.seconds, 2)} s{memory}{failed}"
         metric = f"{show(arm.mean, 4)} ± {show(arm.deviation, 2)}"
-        rows.append((arm.name, arm.what, verdict, metric, apart, runs))
+        what = _change(arm.what, s.arms[0].what) if found else arm.what
+        rows.append((arm.name, what, verdict, apart, metric, runs))
     title = f"{s.task}: mean ± standard deviation, and intervals that are valid at every look"
     return Table(title, heads, tuple(rows), text_columns=3)
+
+
+def _change(what: str, baseline: str) -> str:
+    """What a B has in place of A's: options with which both begin and end are in A's row."""
+    own, other = (re.split(r"\s+(?=-)", text) for text in (what, baseline))
+    for end in (-1, 0):
+        while own and other and own[end] == other[end]:
+            del own[end], other[end]
+    if not own:
+        return f"without {' '.join(other)}" if other else "the same"
+    said = " ".join(own)
+    return said if said == what else f"… {said}"
 
 
 def minus(found: Comparison) -> str:

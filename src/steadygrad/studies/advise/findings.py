@@ -169,7 +169,8 @@ def _flat(evidence: Evidence) -> schema.Flat | None:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
     epochs = seen[-1] / evidence.task.train_size
-    return schema.Flat(points=seen, epochs=epochs)
+    # A task with an evaluation of its own has no mean loss over the validation samples.
+    return schema.Flat(points=seen, epochs=epochs, own=len(evidence.header.first_losses) == 1)
 
 
 def _schedule(evidence: Evidence) -> schema.Schedule | None:

@@ -10,7 +10,7 @@ from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed, percent, plural, show
 
-EXTRA = "extra {} (95% confidence interval)"
+HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict", "steps", "seeds")
 
 
 def answer(s: Summary) -> str:
@@ -35,8 +35,10 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     if found.why == "unmeasured":
         return "Nothing can be said yet: no batch size was compared with another.", ""
     if found.why == "flat":
+        own = any(isinstance(flat, schema.Flat) and flat.own for flat in s.findings)
         remedy = "try another Task.lr, more data, or another --budget"
-        fall = f"the validation loss of {base} does not fall"
+        remedy = "if it is to rise, as an accuracy, return 1 less it; else " * own + remedy
+        fall = f"{'Task.evaluate' if own else 'the validation loss'} of {base} does not fall"
         return f"No batch size can be advised: {fall}; {remedy}.", ""
     samples = _count(found.samples or 0, s)
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
@@ -144,14 +146,14 @@ def table(s: Summary) -> Table | None:
         return None
 
     def row(size: str, run: Checked, note: str = "") -> tuple[str, ...]:
-        extra = f"{_extra(run.overhead, s)} ({_interval(run, s)})"
-        verdict = f"{_verdict(run, s)}{note}"
-        return size, show(run.stages[-1].lr), show(run.steps), extra, show(run.seeds), verdict
+        extra = f"{_extra(run.overhead, s)} ({_interval(run, s)})".replace("more than", ">")
+        verdict, lr = f"{_verdict(run, s)}{note}", show(run.stages[-1].lr)
+        return size, lr, extra, verdict, show(run.steps), show(run.seeds)
 
     own = "reference" + ", advised" * (found.batch_size == s.batch_size)
     seeds = show(max(run.seeds for run in s.checked))
     steps = show(found.samples // s.batch_size)
-    rows: list[tuple[str, ...]] = [(show(s.batch_size), show(s.lr), steps, "–", seeds, own)]
+    rows: list[tuple[str, ...]] = [(show(s.batch_size), show(s.lr), "–", own, steps, seeds)]
     for run in s.checked:
         # The advice is the largest batch size within the tolerance, below all that are beyond it.
         size = run.batch_size
@@ -161,12 +163,9 @@ def table(s: Summary) -> Table | None:
     if schedule and schedule.check:
         rows.append(row("growing", schedule.check))
     warmup = max(run.warmup_samples for run in s.checked)
-    title = f"{s.task}: whole trainings over {found.samples:,} {samples}"
-    return Table(
-        title + f"; larger batches warmed up over the first {warmup:,}" * (warmup > 0),
-        ("batch size", "learning rate", "steps", EXTRA.format(samples), "seeds", "verdict"),
-        tuple(rows),
-    )
+    title = f"{s.task} over {found.samples:,} {samples}"
+    title += f"; larger batches warmed up over {warmup:,}" * (warmup > 0)
+    return Table(title, HEADS, tuple(rows))
 
 
 def _verdict(run: Checked, s: Summary) -> str:

@@ -154,15 +154,15 @@ def table(s: Summary) -> Table | None:
         base = {seed: value for row in judged for seed, value in row.baseline_losses.items()}
         for row in judged[:1]:
             mean = loss(fmean(base.values()))
-            rows.append(("AdamW", "baseline", *size, show(row.baseline_lr), mean, "–", "–"))
+            rows.append(("AdamW", "baseline", *size, show(row.baseline_lr), "–", mean, "–"))
         for row in judged:
-            numbers = show(row.lr), loss(row.loss), difference(row), ratios(row)[0]
+            numbers = show(row.lr), difference(row), loss(row.loss), ratios(row)[0]
             rows.append((s.optimizers[row.optimizer], row.verdict, *size, *numbers))
     if not rows:
         return None
     title = f"{s.task} after {longest:,} {plural(s.sample)}, with confidence intervals"
-    heads = ("optimizer", "verdict", *("batch size",) * several, "learning rate", "loss")
-    heads += ("difference", f"AdamW needs (× {plural(s.sample)})")
+    heads = ("optimizer", "verdict", *("batch size",) * several, "learning rate", "difference")
+    heads += ("loss", "AdamW needs (× samples)")
     return Table(title, heads, tuple(rows), text_columns=2)
 
 

@@ -49,10 +49,7 @@ def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind
 
     def paint(figure: Figure, narrow: bool) -> None:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-        most = 13 if narrow else 24
-        titles = [layer_title(name) for name in names]
-        # Names of layers differ at their ends.
-        titles = [name if len(name) <= most else "…" + name[1 - most :] for name in titles]
+        titles = [charts.label(layer_title(name), 13 if narrow else 24) for name in names]
         for axes, phase in zip(panels, drawn, strict=True):
             _paint(axes, [held[phase].get((name, kind)) for name in names])
             axes.set_ylim(len(names) - 0.4, -0.6)

@@ -141,11 +141,11 @@ def table(s: Summary) -> Table | None:
         overflows = f"{layer.before.overflows:,} / {layer.after.overflows:,}"
         scale = power(own[layer.name]) if layer.name in own else "–"
         verdict = ", ".join(text for text, layers in verdicts.items() if layer.name in layers)
-        rows.append((layer_title(layer.name), lost, overflows, scale, verdict or "–"))
+        rows.append((layer_title(layer.name), verdict or "–", lost, overflows, scale))
     scales = (f"{TITLES[phase]} ({power(run.loss_scale)})" for phase, run in s.phases.items())
-    heads = ("layer", "zero or subnormal", "steps that overflow", "scale of its own", "verdict")
+    heads = ("layer", "verdict", "zero or subnormal", "steps that overflow", "scale of its own")
     title = f"{s.task}: {' / '.join(scales)}"
-    return Table(title, heads, tuple(rows), text_columns=1) if rows else None
+    return Table(title, heads, tuple(rows), text_columns=2) if rows else None
 
 
 def _lost(seen: Seen) -> str:

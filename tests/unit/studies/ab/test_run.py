@@ -1,21 +1,24 @@
 """Whole studies of commands, functions and tasks."""
 
 import math
+import re
 import shutil
 import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import steadygrad
 from steadygrad.cli import main
-from steadygrad.studies.ab.schema import Run
+from steadygrad.studies.ab.schema import Arm, Comparison, Run, Summary
 from steadygrad.studies.ab.trials import arms_of
+from steadygrad.studies.ab.words import table
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
 from steadygrad.studies.summary import summarize
-from tests.unit.cli.quick import program
+from tests.unit.cli.quick import ROOT, program
 from tests.unit.studies import tiny_task
 from tests.unit.studies.ab import functions
 from tests.unit.studies.ab.functions import a, b, moved
@@ -46,6 +49,63 @@ def failing(*seeds):
         return a(seed)
 
     return metric
+
+
+# What is shown
+
+
+@pytest.mark.parametrize(
+    ("baseline", "what", "shown"),
+    [
+        ("x.py --seed {seed}", "x.py --seed {seed} --lr 0.01", "… --lr 0.01"),
+        ("x.py --lr 1 --seed {seed}", "x.py --lr 2 --seed {seed}", "… --lr 2"),
+        ("python a.py --seed {seed}", "python b.py --seed {seed}", "… python b.py"),
+        ("x.py --a 1 --b 2", "x.py --a 2 --b 3", "… --a 2 --b 3"),
+        ("x.py --fast --seed {seed}", "x.py --seed {seed}", "without --fast"),
+        ("x.py --lr 1", "x.py --lr 1", "the same"),
+        ("a.py:f", "b.py:f", "b.py:f"),
+        ("object 0", "object 1", "object 1"),
+    ],
+)
+def test_what_is_common_is_said_once(baseline, what, shown):
+    arms = [
+        Arm(name=name, what=text, **dict.fromkeys(Arm.__struct_fields__[2:], 0))
+        for name, text in (("A", baseline), ("B", what))
+    ]
+    found = Comparison(name="B", verdict="cannot tell")
+    said = Summary(study="ab", status="", task="", sample="", findings=(found,), arms=tuple(arms))
+    assert [row[1] for row in table(said).rows] == [baseline, shown]
+
+
+ALWAYS = {"budget", "seed", "goal", "smallest effect", "alpha", "pairs", "workers"}
+TRAINED = {"task", "device", "dtype", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "world", "acting"),
+    [
+        ({"metric": "loss"}, 0, 1, {"metric", "timeout"}),
+        ({"metric": "loss", "dask": "a:1"}, 0, 2, {"metric", "timeout", "dask"}),
+        ({}, 0, 1, {"threads"}),
+        ({}, 640, 1, {"threads", *TRAINED}),
+        ({"executor": "a:b"}, 640, 2, {"threads", "sharding", "executor", *TRAINED}),
+    ],
+)
+def test_settings_that_act_are_listed(settings, samples, world, acting):
+    run = read_run(ROOT / "docs/records/ab")
+    header = structs.replace(
+        run.header,
+        settings=replace(run.header.settings, **{"metric": "", **settings}),
+        plan=structs.replace(run.header.plan, samples=samples),
+        runtime=structs.replace(run.header.runtime, world_size=world),
+    )
+    page = render(replace(run, header=header, summary=None))
+    parts = re.findall(r"<h3>(\w+)</h3>\s*<dl.*?>(.*?)</dl>", page, re.DOTALL)
+    named = {part: {*re.findall("<dt>(.*?)</dt>", text)} for part, text in parts}
+    assert named["Settings"] == ALWAYS | acting
+    assert named["Arms"] == {"A", "B1", "B2"}
+    assert ("Plan" in named) == ("Task" in named) == (samples > 0)
+    assert named["Runtime"] <= acting | {"workers", "world size", "micro batch size"}
 
 
 # Verdicts

@@ -146,7 +146,7 @@ def assert_words_fit(summary):
     assert not re.search(r"\bnan\b|\binf\b|None", said)
     assert summary.answer.count(". ") == 0
     if summary.table:
-        advised = [row[0] for row in summary.table.rows if row[-1].split(", ")[-1] == "advised"]
+        advised = [row[0] for row in summary.table.rows if row[3].endswith("advised")]
         assert advised == ([f"{size:,}"] if size else [])
     # Command and doubt do not stand side by side.
     assert ("; until then" in summary.answer) == bool(words.tune_first(summary))
@@ -257,6 +257,8 @@ def test_points_along_whose_branches_the_loss_does_not_fall():
     header = make_header(task={"train_size": 512})
     summary = summarize(header, Results(events), "complete")
     assert found(summary, Flat) == Flat(points=(LENGTH,), epochs=8.0)
+    own = summarize(replace(header, first_losses=(0.5,)), Results(events), "complete")
+    assert found(own, Flat).own
     assert [row.resolved for row in summary.points] == [True, False]
     assert summary.going_on.from_samples == 1024
 

@@ -51,6 +51,7 @@ GROWING = schema.Schedule(
     advised=True,
     check=run(24, overhead=0.1),
 )
+FLAT = {"recommendation": schema.Recommendation(why="flat")}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,8 @@ GROWING = schema.Schedule(
         (12, rate("low"), {"rates": (rate("low"),)}, ["until then train at batch 12 with"]),
         (12, GROWING, {}, ["8 from 0 and 24 from 9 sequences on, needs 10%", "17% fewer"]),
         (12, schema.Flat(points=(64, 256), epochs=3.2), {}, ["64 and 256", "data seen 3 times"]),
+        (None, schema.Flat(points=(64,), epochs=1), FLAT, ["validation loss of batch 8 does not"]),
+        (None, schema.Flat(points=(64,), epochs=1, own=True), FLAT, ["Task.evaluate of batch 8"]),
         (12, schema.Unfinished(), {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
     ],
 )

@@ -335,6 +335,6 @@ def test_the_table():
     before = parts("before", STARVED, LARGEST, {"late": 2})
     found = summary_of([*before, *UNDERFLOWING[8:], *after])
     assert found.table.rows == (
-        ("early", "75.0% / 0.0%", "0 / 0", "2^21", "underflows"),
-        ("late", "0.0% / 30.0%", "16 / 0", "–", "limiting, regressed"),
+        ("early", "underflows", "75.0% / 0.0%", "0 / 0", "2^21"),
+        ("late", "limiting, regressed", "0.0% / 30.0%", "16 / 0", "–"),
     )

@@ -1,5 +1,7 @@
 """The page of an ``inspect`` run: what is drawn is what was counted."""
 
+import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,24 @@ def test_a_partial_run_says_so(phases):
     assert "no result yet" in text
     assert ("Where the bits go" in text) == bool(phases)
     assert "budget before all steps" in render(made_run(*results, status="budget"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\x1b[31mred", "a\ufffd[31mred"),
+        ("a\0b\x9b\ufffe\udc80", "a\ufffdb\ufffd\ufffd\ufffd"),
+        ("two\nlines\tand more", "two lines and more"),
+        ("$x^2$ <b>&amp;\\alpha", "$x^2$ <b>&amp;\\alpha"),
+        ("طبقة 👩\u200d👧", "طبقة 👩\u200d👧"),
+        ("x" * 5000, "…" + "x" * 23),
+    ],
+)
+def test_any_name_is_a_label(name, shown):
+    page = render(made_run(*parts("before", {name: EARLY}, {}), status="budget"))
+    drawings = re.findall("<svg.*?</svg>", page, re.DOTALL)
+    texts = [text.text for svg in drawings for text in ET.fromstring(svg).iter("text")]
+    assert shown in texts
 
 
 def test_the_map_waits_for_the_second_half_of_a_phase():
