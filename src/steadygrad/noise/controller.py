@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from steadygrad._checks import InputError, check_count, check_number, check_type
+from steadygrad.averages import check_state
 from steadygrad.noise.estimate import NoiseEstimate
 
 __all__ = ["BatchSizeController"]
@@ -105,10 +106,6 @@ class BatchSizeController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts a saved count back, within this controller's bounds."""
-        if not {"count", "waited"} <= set(state):
-            raise InputError(
-                f"Expected `count` and `waited` in `state`. Found {sorted(state)}. Remedy: what "
-                "state_dict() returned."
-            )
-        self.count = min(max(int(state["count"]), self.min_count), self.max_count)
-        self._waited = int(state["waited"])
+        check_state("state_dict", state, self.state_dict())
+        self.count = min(max(state["count"], self.min_count), self.max_count)
+        self._waited = state["waited"]
