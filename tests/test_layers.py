@@ -69,7 +69,7 @@ CEILINGS = {
     "studies/inspect": 1356,
     "studies/ab": 725,
     "tasks": 1639,
-    "noise": 2674,
+    "noise": 2559,
     "balance": 1213,
     "scale": 1354,
     "watch": 1231,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from steadygrad.averages import MovingAverage
 from steadygrad.balance import LossBalancer
-from steadygrad.noise import BatchSizeController, NoiseScale, SplitBatchNoiseScale
+from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
 from steadygrad.optim import LAMB, LANS, Eden, ScaledAdam, WarmupHoldDecay
 from steadygrad.scale import LayerwiseGradScaler
 from tests.golden.trajectories import HERE
@@ -90,11 +90,6 @@ def schedule(make):
     return found, lambda: (own.step(), found.step())
 
 
-def controller():
-    found, (noise, _) = BatchSizeController(4), noise_scale()
-    return found, lambda: found.update(noise.estimate())
-
-
 class Icefalls:
     """A tool that is handed icefall's state in place of its own."""
 
@@ -126,7 +121,6 @@ TOOLS = {
     "split": split_batch,
     "average": average,
     "balancer": balancer,
-    "controller": controller,
     "scaler": lambda: scaler({"0": 2.0**4}),
     "scaler, auto": lambda: scaler("auto"),
     "lans": lambda: optimizer(LANS),
