@@ -12,7 +12,6 @@ __version__ = "0.2.0"
 _HOMES = {
     "NoiseScale": "steadygrad.noise",
     "SplitBatchNoiseScale": "steadygrad.noise",
-    "BatchSizeController": "steadygrad.noise",
     "LossBalancer": "steadygrad.balance",
     "GradientWatch": "steadygrad.watch",
     "LayerwiseGradScaler": "steadygrad.scale",
@@ -29,7 +28,6 @@ _HOMES = {
 __all__ = [
     "LAMB",
     "LANS",
-    "BatchSizeController",
     "GradientWatch",
     "LayerwiseGradScaler",
     "LossBalancer",

@@ -66,6 +66,9 @@ def check_number(
         wrong = _other_type(value, "number")
     elif not -sys.float_info.max <= value <= sys.float_info.max:
         wrong = "look where it is computed"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        # No tensor holds it.
+        wrong = f"a float, {float(value):g}"
     elif value < low or (low_open and value == low):
         wrong = f"more than {low:g}" if low_open else f"{low:g} or more"
     elif value > high or (high_open and value == high):

@@ -1,9 +1,11 @@
 """`NoiseScale` on several processes: wrappers, refusals, and what goes wrong on one rank only."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,10 +108,63 @@ def one_rank_is_empty(rank, world):
     return [empty(wrap(make_model()), rank) for wrap in (DistributedDataParallel, shard)]
 
 
+def toggled(model, loss, sync):
+    """The flag is set between the forward and the backward pass, where DDP reads another one."""
+    model.require_backward_grad_sync = sync
+    loss.backward()
+
+
+def in_context(model, loss, sync):
+    loss.backward()
+
+
+def one_rank_more(model, loss, sync):
+    loss.backward()
+    if sync:
+        # All ranks' parts are in the mean of their `.grad`; each has another half.
+        next(model.parameters()).grad.mul_(1.5 - dist.get_rank())
+
+
+# Where a pass of three is synchronised, and how it runs.
+NOT_ALIKE = {
+    "last": (2, in_context),
+    "first": (0, in_context),
+    "none": (3, in_context),
+    "a flag": (0, toggled),
+    "one gradient": (2, one_rank_more),
+}
+
+
+def copies_that_differ(rank, world):
+    """Altered steps, and how many were measured."""
+    found = {}
+    for name, (synced, run) in NOT_ALIKE.items():
+        model = DistributedDataParallel(make_model())
+        noise = NoiseScale(model, samples=MICRO)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(2):
+                model.zero_grad()
+                for micro in range(3):
+                    with contextlib.nullcontext() if micro == synced else model.no_sync():
+                        loss = loss_of(model, *sample(step, micro, rank)) / 3
+                        run(model, loss, micro == synced)
+                noise.step()
+        found[name] = [noise.altered.item(), noise.estimate().measurements.item()]
+    return found
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each rank found, by function."""
-    functions = [wrapped, one_rank_forgets, refusals, spoiled, one_rank_is_empty]
+    functions = [
+        wrapped,
+        one_rank_forgets,
+        refusals,
+        spoiled,
+        one_rank_is_empty,
+        copies_that_differ,
+    ]
     return in_turn(2, functions, tmp_path_factory.mktemp("events"))
 
 
@@ -133,6 +188,12 @@ def test_what_cannot_work_is_refused(results):
 def test_what_one_rank_notices_all_of_them_say(results):
     # Measured, and left out.
     assert results["spoiled"] == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("name", NOT_ALIKE)
+def test_gradients_that_differ_between_copies_are_altered(results, name):
+    expected = [0, 2] if name == "last" else [2, 0]
+    assert [rank[name] for rank in results["copies_that_differ"]] == [expected] * 2
 
 
 def test_a_rank_without_samples_counts_for_nothing(results):

@@ -6,9 +6,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from steadygrad._checks import InputError, check_choice
+from steadygrad.averages import WideBuffers
 from steadygrad.balance import aggregators, equations, graphs
 from steadygrad.balance.norms import GradientRow, JoinedSums, LossNumbers, LossState, StepResult
 from steadygrad.balance.options import GradScale, LossScale, Options, check_weights
@@ -20,7 +21,7 @@ __all__ = ["LossBalancer"]
 FIXED = {"weights", "combine", "aggregator", "process_group"} | {f.name for f in fields(Options)}
 
 
-class LossBalancer(nn.Module):
+class LossBalancer(WideBuffers):
     r"""Gives each of several losses the share of the gradient that its weight asks for.
 
     .. math:: G = \sum_k \frac{T}{\epsilon + \langle \lVert g_k \rVert \rangle}

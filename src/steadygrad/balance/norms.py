@@ -1,6 +1,7 @@
 """The losses' norms: summed over processes, averaged over steps, saved by the losses' names."""
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -8,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad._checks import InputError
 from steadygrad.averages import DoubleBuffers
 from steadygrad.balance.equations import shares
-from steadygrad.balance.options import LossScale, Options
+from steadygrad.balance.options import LossScale, Options, check_weights
 
 __all__ = ["GradientRow", "JoinedSums", "LossNumbers", "LossState", "StepResult"]
 
@@ -135,14 +135,19 @@ class LossState(DoubleBuffers):
         """Writes new values into the buffers, once nothing can fail any more."""
         torch._foreach_copy_(self.rows(), list(torch.stack(numbers, dim=1).unbind()))
 
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """None of the numbers is negative."""
+        return dict.fromkeys(self._buffers, (0.0, sys.float_info.max))
+
+    def check_buffers(self, state: Mapping[str, Any], prefix: str) -> None:
+        """The rows can be losses' own, and leave one with a weight."""
+        super().check_buffers(state, prefix)
+        rows = {name: state.get(f"{prefix}loss_{name}") for name in self.weights}
+        found = {n: row[0].item() for n, row in rows.items() if row is not None and not row.is_meta}
+        check_weights(found, self.weights)
+
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        for name in self.weights:
-            row = state.get(f"{prefix}loss_{name}")
-            if isinstance(row, Tensor) and not (row.is_meta or bool(row.isfinite().all())):
-                raise InputError(
-                    f"Expected a `state` with finite numbers of the loss {name!r}. Found others. "
-                    "Remedy: load a state that is not damaged."
-                )
         super()._load_from_state_dict(state, prefix, *rest)
         for name, row in zip(self.weights, self.rows(), strict=True):
             if not row.is_meta:

@@ -2,14 +2,12 @@
 
 :class:`NoiseScale` reuses the gradients that training computes anyway.
 :class:`SplitBatchNoiseScale` takes a tensor of per-sample losses and splits one batch.
-:class:`BatchSizeController` turns estimates into a gradient-accumulation count.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steadygrad.noise.controller import BatchSizeController as BatchSizeController
     from steadygrad.noise.estimate import NoiseEstimate as NoiseEstimate
     from steadygrad.noise.noise_scale import NoiseScale as NoiseScale
     from steadygrad.noise.schedule import BatchSizeSchedule as BatchSizeSchedule
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
 
 # Loaded when first touched: pages and tasks read schedules and need no torch.
 _HOMES = {
-    "BatchSizeController": "controller",
     "BatchSizeSchedule": "schedule",
     "NoiseEstimate": "estimate",
     "NoiseScale": "noise_scale",

@@ -18,6 +18,9 @@ from torch import Tensor
 # Errors of single additions are below u|s_j|, and as good as independent. For up to 16 parts the
 # bound holds in the worst case too; then all errors point the same way.
 ROUNDINGS = 4.0
+# An all-reduce leaves copies equal to the bit; their float32 norms on two kinds of processor, and
+# float64 sums of them over many processes, are not.
+_APART = 2.0**-32
 
 
 SignalNoise = tuple[Tensor, ...]
@@ -90,3 +93,11 @@ def is_altered(
     if processes > 1:
         squares = squares + processes * (seen.square().sum() + squares)
     return distance > (ROUNDINGS * unit) ** 2 * squares
+
+
+def differ(total: Tensor, squares: Tensor, processes: int) -> Tensor:
+    """Whether processes had other numbers, from their sum ``(n)`` and the sum of their squares.
+
+    The result has shape ``()``, and is false where a number is not finite.
+    """
+    return squares * processes - total.square().sum() > _APART * squares

@@ -24,7 +24,7 @@ class NoiseEstimate:
 
     Attributes:
         value: Noise scale :math:`\mathrm{tr}(\Sigma)/|G|^2`, in samples. NaN where the averaged
-            signal is not positive, the noise is negative, or ``unlike`` is true.
+            signal is not positive or the noise is negative.
         low: Lower end of the interval, in samples; meaningful even when nothing else is.
         high: Upper end; infinite when the data do not bound the noise scale.
         grad_sq_norm: Averaged signal :math:`|G|^2`.
@@ -39,10 +39,9 @@ class NoiseEstimate:
             (each stands for ``every`` steps); 0 is the newest. NaN where there are none.
         by_group: Estimates for each group of parameters.
         skipped: Number of steps in the history that were left out.
-        altered: Number of steps left out as ``.grad`` was not the parts' sum.
+        altered: Number of steps left out as ``.grad`` was not the parts' sum, alike on all ranks.
         selected: Share of steps left out for what their gradients were, altered or not finite.
             Nothing is resolved where it can move the averages by their standard errors.
-        unlike: Whether the first parts of steps differ systematically from the last ones.
     """
 
     value: Tensor
@@ -59,17 +58,10 @@ class NoiseEstimate:
     skipped: Tensor = _NONE
     altered: Tensor = _NONE
     selected: Tensor = _NONE
-    unlike: Tensor = _NONE
 
     @property
     def reason(self) -> str | None:
         """Why more measurements would not resolve it, if they would not; waits for the device."""
-        if self.unlike:
-            return (
-                "The first backward passes of steps differ systematically from the last ones. "
-                "Remedy: shuffle, or source='accumulated' with one `with noise.microbatch(n)` "
-                "around all passes of a sample."
-            )
         if _moved(self.selected, self.effective):
             return (
                 f"{float(self.selected):.0%} of the steps were altered, dropped or not finite. "
@@ -145,17 +137,15 @@ def estimate_from(
     else:
         # A batch too small to be split is left out too, and then all are.
         selected = skipped / (skipped + pushed).clamp(min=1) * (pushed > 0)
-    facts = {"unlike": selected < 0, **facts, "skipped": skipped, "selected": selected}
+    facts = {**facts, "skipped": skipped, "selected": selected}
     series = kept.permute(1, 2, 0)
     # Signal and noise both add up over groups, so the whole is their sum.
     signal, noise = torch.cat([series.sum(1, keepdim=True), series[:, : len(groups)]], 1)
     weights = torch.where(finite, weights, 0.0)
     ratio = present_ratio if drift else ratio_of_averages
     found = ratio(noise, signal, weights, level=level)
-    unlike = facts["unlike"]
-    doubtful = unlike | _moved(selected, found.effective)
+    doubtful = _moved(selected, found.effective)
     found = found._replace(
-        value=torch.where(unlike, torch.nan, found.value),
         low=torch.where(doubtful, 0.0, found.low),
         high=torch.where(doubtful, torch.inf, found.high),
         resolved=found.resolved & ~doubtful,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad._names import own_name
+from steadygrad.averages import check_state
 from steadygrad.distributed import World, data_parallel_world
 from steadygrad.noise.estimate import (
     NoiseEstimate,
@@ -23,7 +24,6 @@ from steadygrad.noise.estimate import (
 )
 from steadygrad.noise.sources import Source
 from steadygrad.noise.sums import Sums, euclidean_norms, preconditioned_norms
-from steadygrad.noise.witness import parts_differ
 
 
 class NoiseScale:
@@ -53,7 +53,8 @@ class NoiseScale:
 
     A step with a non-finite gradient is left out and counted in ``skipped``. So is one where
     ``.grad`` is not the sum of the parts, up to rounding: clipped, unscaled, divided, or left from
-    before; ``altered`` counts these, and one warning says so.
+    before, or where ranks with copies of the model have not the same; ``altered`` counts these, and
+    one warning says so.
 
     Args:
         model: The model as it is called in training: wrapped in DDP, sharded by ``fully_shard``,
@@ -246,14 +247,12 @@ class NoiseScale:
             groups=self._groups,
             drift=self._drift,
             altered=self.altered.clone(),
-            unlike=parts_differ(self._witness.cosines),
         )
 
     def reset(self) -> None:
         """Forgets every measurement, as after a change of the learning rate."""
         self._ring.zero_()
         self._pushed.zero_()
-        self._witness.cosines.zero_()
         self._begin(0)
 
     def remove(self) -> None:
@@ -268,28 +267,23 @@ class NoiseScale:
             "pushed": self._pushed.clone(),
             "steps": self._steps,
             "altered": self.altered.clone(),
-            "likeness": self._witness.cosines.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts saved measurements back; a step that had begun is forgotten.
 
         Raises:
-            InputError: If they are of other groups or another history.
+            InputError: If they are of other groups or another history, or damaged.
         """
-        saved = list(state.get("groups", [])), tuple(getattr(state.get("ring"), "shape", ()))
-        ours = self._groups, tuple(self._ring.shape)
-        if saved != ours:
-            raise InputError(
-                f"Expected a `state_dict` of groups and measurements {ours}. Found {saved}. "
-                "Remedy: build the estimator with the same model, groups and decay."
-            )
-        kept = self._ring, self._pushed, self.altered, self._witness.cosines
-        # Laid out first: where one does not fit nothing is written.
-        given = [state.get(name, 0) for name in ("ring", "pushed", "altered", "likeness")]
-        values = [torch.as_tensor(v).to(k).expand_as(k) for k, v in zip(kept, given, strict=True)]
-        self._begin(int(state.get("steps", 0)))
-        torch._foreach_copy_(list(kept), values)
+        check_type("state", state, Mapping, "what state_dict() returned")  # type: ignore[type-abstract]
+        # Earlier releases compared first and last parts, too.
+        given = {name: value for name, value in state.items() if name != "likeness"}
+        # A measurement that was left out is not finite.
+        check_state("state_dict", given, self.state_dict(), finite=False)
+        self._begin(given["steps"])
+        self._ring.copy_(given["ring"])
+        self._pushed.copy_(given["pushed"])
+        self.altered.copy_(given["altered"])
 
 
 def _check_combination(source: str, metric: str, world: World) -> None:

@@ -1,6 +1,7 @@
 """Sources of a step's parts: contexts, backward passes that are found, single examples."""
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,9 @@ _Given = tuple[tuple[WeakIdRef, int], ...]
 # own call, what it was given.
 _Call = tuple[nn.Module, set[nn.Module], _Given]
 
+# Passes of a step whose tensors are remembered; more are hardly one step's.
+_MOST_GIVEN = 1024
+
 
 class Repeats:
     """Marks the calls of the model and of up to four layers that own measured parameters.
@@ -43,13 +47,13 @@ class Repeats:
             for module in {**chosen, model: None}
             if not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
         ]
-        self._seen = False
+        self._seen = self._said = False
         self.turn()
         self.begin()
 
     def turn(self) -> None:
         """Begins a step."""
-        self._given: set[_Given] = set()
+        self._given: dict[_Given, None] = {}
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         # A copied or saved model is not measured.
@@ -90,14 +94,27 @@ class Repeats:
         repeated = any(part and not part & anew for _, part, _ in calls)
         for _, part, _ in calls:
             part.update(module for module, *_ in calls)
-        given = {tensors for *_, tensors in calls if tensors}
-        repeated |= not given.isdisjoint(self._given)
+        given = {tensors: None for *_, tensors in calls if tensors}
+        repeated |= not given.keys().isdisjoint(self._given)
         self._given |= given
+        while len(self._given) > _MOST_GIVEN:
+            del self._given[next(iter(self._given))]
+            self._say_too_many()
         alien, self._seen = self._seen and not calls, self._seen or bool(given)
         self.begin()
         if alien:
             return "one without a forward pass of the model, as of a penalty on its weights"
         return "a second one of the same samples, as of two losses" if repeated else ""
+
+    def _say_too_many(self) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"Expected noise.step() in each optimizer step. Found {_MOST_GIVEN} backward "
+                "passes without it; the tensors of older ones are forgotten. Remedy: call "
+                "noise.step(), drop_step() or remove().",
+                stacklevel=6,
+            )
 
 
 class Source:

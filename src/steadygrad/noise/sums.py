@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.distributed import World, fsdp_modules
-from steadygrad.noise.equations import SignalNoise, from_part_sums
+from steadygrad.noise.equations import SignalNoise, differ, from_part_sums
 from steadygrad.noise.witness import Witness
 from steadygrad.numerics import exact, wide
 from steadygrad.shards import is_sharded, local, replicas
@@ -179,7 +179,7 @@ class Sums:
         """
         scaled = self._column(self._norms, self._held) / loss_scale
         self._squares.addcmul_(scaled, scaled * _inverse(weight / parts))
-        self.witness.end_part(weight, samples, loss_scale)
+        self.witness.end_part(loss_scale)
         self.drop_part()
         samples *= self.together
         self.a = self.a + weight
@@ -219,13 +219,16 @@ class Sums:
         by_group.index_add_(1, self._rows, torch.stack(rows))
         facts = (self.a * factor, self.c * factor, self.d * factor**2)
         row = torch.stack([self._zero + fact * (1 / self.together) for fact in facts])
-        here = torch.cat([row, by_group.flatten()])
+        # Where processes hold copies, these have the same norms.
+        copied = by_group[1].square().sum() * (self.world.kind == "ddp")
+        here = torch.cat([row, copied[None], by_group.flatten()])
 
         packed = torch.cat([here, self.witness.column(gradients, multiple, scale)])
         sums, seen = self.world.sum(packed).tensor_split([len(here)])
-        kept = self.witness.judge(seen, torch.isfinite(sums).all())
-        a, c, d = sums[:3]
-        parts, mean = sums[3:].view(2, self._groups)
+        a, c, d, copied = sums[:4]
+        parts, mean = sums[4:].view(2, self._groups)
+        apart = differ(mean, copied, self.world.size)
+        kept = self.witness.judge(seen, torch.isfinite(sums).all(), apart)
         measured = from_part_sums(parts / a, mean / (a * a), c / a, d / (a * a))
         left_out = torch.where(torch.isfinite(a), torch.nan, torch.inf)
         return tuple(torch.where(kept, x, left_out) for x in measured)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.distributed import World
-from steadygrad.noise.equations import ROUNDINGS, is_altered
+from steadygrad.noise.equations import differ, is_altered
 from steadygrad.shards import first_shard, replicas
 
 # Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
@@ -15,14 +15,12 @@ from steadygrad.shards import first_shard, replicas
 # turn.
 _PARAMETERS, _ELEMENTS = 4, 16
 
-# Together they need 21 steps. A mean cosine of 0.1 is a hundredth of the parts' spread.
-_SCORE, _COSINE = 4.5, 0.1
-
 _ALTERED = (
-    "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(). Found other "
-    "values. Such steps are left out, and `noise.altered` counts them. Remedy: call noise.step() "
-    "before gradients are clipped, divided or cleared, hand over the loss scale (`scaler`, "
-    "`grad_scale`), and announce every backward pass since zero_grad()."
+    "Expected `.grad` to be the sum of the micro-batches' gradients at noise.step(), on all ranks "
+    "alike. Found other values. Such steps are left out, and `noise.altered` counts them. Remedy: "
+    "call noise.step() before gradients are clipped, divided or cleared, hand over the loss scale "
+    "(`scaler`, `grad_scale`), announce every backward pass since zero_grad(), and let DDP "
+    "synchronise the last one."
 )
 
 
@@ -31,7 +29,8 @@ class Witness:
 
     A slot is an index into the parameters; ``slots`` are those compared sooner or later. ``zero``
     is of all sums' type and device; ``reduced`` gradients are sharded like the parameters.
-    ``count`` is the number of steps where ``.grad`` was not the parts' sum.
+    ``count`` is the number of steps where ``.grad`` was not the parts' sum, or not alike on all
+    processes that hold a copy of it.
     """
 
     def __init__(
@@ -46,16 +45,16 @@ class Witness:
             if shard is not None and 0 not in shard.shape and parameters[slot].is_floating_point()
         }
         self.slots = list(self._shards)
-        # One over the number of processes that hold a copy; zero on the others.
-        shares = {s: self._shards[s].here / replicas(parameters[s], world) for s in self.slots}
+        copies = {slot: replicas(parameters[slot], world) for slot in self.slots}
         self._turns = []
         for start in range(count := max(-(-len(self.slots) // _PARAMETERS), 1)):
             chosen = self.slots[start::count]
             each = [slot for slot in chosen for _ in range(_size(self._shards[slot].shape))]
             index = torch.tensor(each, dtype=torch.int64, device=zero.device)
-            self._turns.append((chosen, index, zero.new_tensor([shares[slot] for slot in each])))
-        # Sums of the unit differences of every turn, and below them of their cosines.
-        self.cosines = zero.new_zeros(count + 1, _PARAMETERS * _ELEMENTS)
+            # One over the number of processes that hold a copy; zero on the others.
+            shares = zero.new_tensor([self._shards[slot].here / copies[slot] for slot in each])
+            copied = torch.tensor([copies[slot] == world.size for slot in each], dtype=torch.bool)
+            self._turns.append((chosen, index, shares, copied.to(zero.device)))
         self.count = torch.zeros((), dtype=torch.int64, device=zero.device)
         self._ever = torch.zeros((), dtype=torch.bool, device=zero.device)
         self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=zero.is_cuda)
@@ -65,14 +64,11 @@ class Witness:
 
     def turn(self, step: int) -> None:
         """Looks at the parameters whose turn it is, on all processes the same."""
-        self._turn = step % len(self._turns)
-        self._slots, self._index, self._shares = self._turns[self._turn]
+        self._slots, self._index, self._shares, self._copied = self._turns[step % len(self._turns)]
 
     def clear(self) -> None:
         """Starts a new step."""
         self._seen, self._squares, self._parts = self._zero, self._zero, 0
-        # Element rows, weights and samples of the first part and the last one like it.
-        self._first: tuple[Tensor, Tensor | float, int] | None = None
         self._types: set[torch.dtype] = set()
         self.drop_part()
 
@@ -89,22 +85,19 @@ class Witness:
         known = self._open.get(slot)
         self._open[slot] = elements if known is None else known + elements
 
-    def end_part(self, weight: Tensor | float, samples: int, loss_scale: Tensor | float) -> None:
+    def end_part(self, loss_scale: Tensor | float) -> None:
         """Closes the open part."""
         row = self._row(self._open) / self._by_element(loss_scale)
         row = row * self._shares if self._reduced else row
         self._seen = self._seen + row
         self._squares = self._squares + self._seen.square().sum()
-        self._first = self._first or (row, weight, samples)
-        if samples == self._first[2]:
-            self._last = row, weight
         self._parts += 1
         self.drop_part()
 
     def column(
         self, gradients: Mapping[int, Tensor], multiple: float, scale: Tensor | float
     ) -> Tensor:
-        """This process's sums, to be added up over all processes, with shape ``(3 n + 1)``.
+        """This process's sums, to be added up over all processes, with shape ``(2 n + 2)``.
 
         ``multiple`` is the gradient summed over what the processes saw, over ``.grad``, and
         ``scale`` the loss scale that is still in it, one or each slot's.
@@ -117,19 +110,22 @@ class Witness:
         limits = [torch.finfo(dtype) for dtype in self._types]
         least = max((it.smallest_normal * it.eps for it in limits), default=0.0)
         coarse = torch.zeros_like(held) + (least / self._unit() / scale) ** 2 * max(self._parts, 1)
-        squares = (self._squares + coarse.sum()).view(1)
-        return torch.cat([self._seen.expand_as(held), held, self._difference(held), squares])
+        copies = self._of_copies(held).square().sum()
+        squares = torch.stack([self._squares + coarse.sum(), copies])
+        return torch.cat([self._seen.expand_as(held), held, squares])
 
-    def judge(self, sums: Tensor, finite: Tensor) -> Tensor:
+    def judge(self, sums: Tensor, finite: Tensor, apart: Tensor) -> Tensor:
         """Whether the step can be kept, from the sums over all processes; waits for no device.
 
-        Counts a step whose ``.grad`` is not the parts' sum, and warns of the first. One that is not
-        finite is left out anyway, and says nothing of its gradients.
+        ``apart`` says that copies differ elsewhere. Counts a step whose ``.grad`` is not the parts'
+        sum, or not alike, and warns of the first. One that is not finite is left out anyway, and
+        says nothing of its gradients.
         """
-        seen, held, difference = sums[:-1].view(3, len(self._index))
-        altered = is_altered(seen, held, sums[-1], self._unit(), self._world.size) & finite
-        kept = finite & ~altered
-        note_cosine(self.cosines, self._turn, torch.where(kept, difference, 0.0))
+        seen, held = sums[:-2].view(2, len(self._index))
+        squares, copies = sums[-2:]
+        altered = is_altered(seen, held, squares, self._unit(), self._world.size)
+        altered = altered | differ(self._of_copies(held), copies, self._world.size) | apart
+        altered = altered & finite
         self.count += altered
         if not self._warned:
             self._ever |= altered
@@ -138,19 +134,11 @@ class Witness:
             self._warned = bool(self._on_host)
             if self._warned:
                 warnings.warn(_ALTERED, stacklevel=6)
-        return kept
+        return finite & ~altered
 
-    def _difference(self, like: Tensor) -> Tensor:
-        """First mean gradient less the last one of as many samples, times both weights.
-
-        Only such ones are alike in more than their means. Zeros where they differ by rounding.
-        """
-        if self._first is None:
-            return torch.zeros_like(like)
-        (first, a, _), (last, b) = self._first, self._last
-        first, last = first * b, last * a
-        distance, size = (first - last).norm(), first.norm() + last.norm()
-        return torch.where(distance > ROUNDINGS * self._unit() * size, first - last, 0.0)
+    def _of_copies(self, held: Tensor) -> Tensor:
+        """Elements of which every process holds a copy, zero for others."""
+        return torch.where(self._copied, held, 0.0)
 
     def _unit(self) -> float:
         """Largest unit roundoff of the compared gradients' types, and of their reduction."""
@@ -179,33 +167,6 @@ class Witness:
             return scale
         wide = scale.to(self._zero)
         return wide[self._index] if wide.dim() else wide
-
-
-def note_cosine(state: Tensor, turn: int, difference: Tensor) -> None:
-    r"""Takes in the first part of a step less the last one of as many samples, zeros if none.
-
-    Of independent samples either may as well come first, so their difference is as likely as its
-    opposite, and its cosine :math:`c_t` with the sum of the earlier differences has a random sign.
-    Then :math:`\sum c_t / \sqrt{\sum c_t^2}` passes 4.5 with a probability below
-    :math:`e^{-4.5^2/2}`, whatever the gradients' distribution, and whether or not the weights
-    move. Parts of one loss, one after the other, pass it soon.
-
-    References:
-        | Student's t-Test under Symmetry Conditions (Efron, 1969)
-        | https://doi.org/10.1080/01621459.1969.10501068
-    """
-    past, sums = state[turn, : len(difference)], state[-1]
-    unit = (difference / difference.norm()).nan_to_num()
-    cosine = (unit.dot(past) / past.norm()).nan_to_num()
-    sums[:3] += torch.stack([(cosine != 0).to(cosine), cosine, cosine * cosine])
-    past += unit
-
-
-def parts_differ(state: Tensor) -> Tensor:
-    """Whether first and last parts differ systematically, boolean with shape ``()``."""
-    count, total, squares = state[-1, :3]
-    differ: Tensor = (total > _SCORE * squares.sqrt()) & (total > _COSINE * count)
-    return differ
 
 
 def _size(shape: Sequence[int]) -> int:

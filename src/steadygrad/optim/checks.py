@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from steadygrad._checks import InputError, check_choice, check_number
+from steadygrad._checks import InputError, check_choice, check_number, shown
 
 # Types of parameters.
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,8 +29,8 @@ def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     betas = group["betas"] if betas_needed else ()
     if not isinstance(betas, (tuple, list)) or len(betas) != betas_needed:
         raise InputError(
-            f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found {betas!r}. "
-            "Remedy: leave it out for the defaults."
+            f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found "
+            f"{shown(betas)}. Remedy: leave it out for the defaults."
         )
     for beta in betas:
         check_number("betas", beta, low=0, high=1, high_open=True)
@@ -50,7 +50,7 @@ def check_switch(name: str, value: Any, choices: tuple[bool | None, ...]) -> Non
     if not any(value is choice for choice in choices):
         raise InputError(
             f"Parameter `{name}` should be one of {', '.join(map(str, choices))}. "
-            f"Found {value!r}. Remedy: one of these."
+            f"Found {shown(value)}. Remedy: one of these."
         )
 
 

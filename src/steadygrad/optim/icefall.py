@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.optim.state import StateField, check_outline
+from steadygrad.optim.state import StateField, as_tensor, check_outline
 
 
 def unstack(
@@ -56,16 +56,23 @@ def _unstack_group(
                 "this very model, with its parameters in the order that the optimizer got them in."
             )
         for name in set(stack) & set(fields):
-            field, value = fields[name], stack[name]
+            p, field = group["params"][members[0]], fields[name]
+            value = as_tensor(name, stack[name], p)
             if field.shared:
                 shared[name] = value
                 continue
+            axis = 1 if field.length else 0
+            if name != "step" and value.shape[axis : axis + 1] != shape[:1]:
+                raise InputError(
+                    f"Expected a `{name}` with {len(members)} rows at parameter {first} of the "
+                    f"state. Found {tuple(value.shape)}. Remedy: a checkpoint that is not damaged."
+                )
             for row, place in enumerate(members):
                 if name == "step":
                     found[place][name] = value
                 elif field.elementwise:
                     found[place][name] = value[row]
                 else:
-                    part = value[:, row].reshape(-1) if field.length else value[row].reshape(())
+                    part = value[:, row].reshape(-1) if field.length else value[row].squeeze()
                     found[place][name] = part
     return [{**one, **shared} for one in found]

@@ -1,13 +1,19 @@
 """The schedules these optimizers were published with, as ordinary torch schedulers."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, check_type
+from steadygrad.averages import check_state
+
+# Squares of quotients of what a saved state holds must be finite.
+_MOST = 2.0**53
+_BOUNDS = dict.fromkeys(("lr_batches", "lr_epochs"), (2.0**-53, _MOST))
 
 
 class _FactorLR(LRScheduler):
@@ -21,6 +27,20 @@ class _FactorLR(LRScheduler):
         """Learning rates for the batch to come, one a group."""
         factor, groups = self._factor(), self.optimizer.param_groups
         return [base * factor for base, _ in zip(self.base_lrs, groups, strict=True)]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state: of what this schedule has itself, as torch of another release has more.
+
+        Raises:
+            InputError: If it is damaged; then nothing has changed.
+        """
+        check_type("state_dict", state_dict, Mapping, "what state_dict() returned")  # type: ignore[type-abstract]
+        own = {k: v for k, v in self.state_dict().items() if k in state_dict}
+        for name in {"base_lrs", "_last_lr"} & {*own}:
+            own[name] = [x if isinstance(x, Tensor) else float(x) for x in own[name]]
+        kept = {name: state_dict[name] for name in own}
+        check_state("state_dict", kept, own, low=0, high=_MOST, bounds=_BOUNDS)
+        super().load_state_dict(kept)
 
     def _write(self) -> None:
         """Sets learning rates without counting a batch."""
@@ -99,7 +119,7 @@ class WarmupHoldDecay(_FactorLR):
 def _length(name: str, value: float, total_steps: int) -> float:
     """A number of steps, from one or from a share of all."""
     if isinstance(value, int):
-        return check_number(name, value, low=0, high=total_steps)
+        return float(check_number(name, value, low=0, high=total_steps))
     # 1.0 may be meant as one step or as the whole run.
     remedy = f"an int for steps (1, or all {total_steps}), a float below 1 for a share of them"
     return check_number(name, value, low=0, high=1, high_open=True, remedy=remedy) * total_steps
@@ -148,11 +168,11 @@ class Eden(_FactorLR):
         *,
         last_epoch: int = -1,
     ) -> None:
-        self.lr_batches = check_number("lr_batches", lr_batches, low=0, low_open=True)
-        self.lr_epochs = check_number("lr_epochs", lr_epochs, low=0, low_open=True)
-        self.warmup_batches = check_number("warmup_batches", warmup_batches, low=0)
-        self.warmup_start = check_number("warmup_start", warmup_start, low=0, high=1)
-        self.epoch: float = 0
+        self.lr_batches = float(check_number("lr_batches", lr_batches, low=0, low_open=True))
+        self.lr_epochs = float(check_number("lr_epochs", lr_epochs, low=0, low_open=True))
+        self.warmup_batches = float(check_number("warmup_batches", warmup_batches, low=0))
+        self.warmup_start = float(check_number("warmup_start", warmup_start, low=0, high=1))
+        self.epoch = 0.0
         super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:
@@ -175,7 +195,7 @@ class Eden(_FactorLR):
             epoch: Epochs so far, fractions allowed: 0 at the start of the first epoch. None: one
                 more than before, for a call at the end of an epoch.
         """
-        self.epoch = self.epoch + 1 if epoch is None else check_number("epoch", epoch, low=0)
+        self.epoch = self.epoch + 1 if epoch is None else float(check_number("epoch", epoch, low=0))
         self._write()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,9 +204,11 @@ class Eden(_FactorLR):
         Args:
             state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
         """
-        if "last_epoch" in state_dict:
+        if not isinstance(state_dict, Mapping) or "last_epoch" in state_dict:
             super().load_state_dict(state_dict)
             return
+        counters = {name: state_dict.get(name) for name in ("epoch", "batch")}
+        check_state("state_dict", counters, dict.fromkeys(counters, 0.0), low=0, high=_MOST)
         self.epoch = state_dict["epoch"]
         # Icefall counts before the optimizer's step, and saves after it: that batch is done.
         self.step_batch(state_dict["batch"] + 1)

@@ -155,7 +155,7 @@ class TypeKeepingOptimizer(Optimizer):
                 self._check_group(group)
                 for p, key in zip(own["params"], group["params"], strict=False):
                     state = rest.pop(key, {}).items()
-                    states[p] = {name: _as_tensor(name, value, p) for name, value in state}
+                    states[p] = {name: as_tensor(name, value, p) for name, value in state}
                     self._check_state(p, group, states[p])
             return {**given, "param_groups": groups, "state": rest}
 
@@ -355,7 +355,8 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
             fits &= isinstance(names, list) and {*map(type, names)} <= {str}
             fits &= len(names) == len(group["params"])
         fits &= all(isinstance(each, Mapping) for each in [*groups, *states])
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
+        # The last two are tensors'.
         fits = False
     if not fits:
         raise InputError(
@@ -379,7 +380,7 @@ def _check_order(groups: Sequence[Options], saved: Sequence[Options]) -> None:
         )
 
 
-def _as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
+def as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
     """A saved state, which must be a number, or a dense tensor with values."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST:
         # Old programs count steps in plain numbers.

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import check_count, check_number, check_type
+from steadygrad.averages import check_state
 from steadygrad.distributed import World, gather_json, process_world
+from steadygrad.numerics import exact
 from steadygrad.scale.audit import GraphAudit
 from steadygrad.scale.boundary import ScaleHooks, check_no_boundary
 from steadygrad.scale.equations import BINS, GrowthRule, exponent_histogram
@@ -118,6 +120,8 @@ class LayerwiseGradScaler:
         self._sum = LayerSum(self._layers.names, process_group)
         self._steps, self._measure_all = 0, False
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        # What get_scale() says.
+        self._told = self._table.scales[0].to(exact(device), copy=True)
         self._last_nonfinite: Tensor | None = None
         self.measured: MeasuredExponents | None = None
         self._begin_step()
@@ -245,6 +249,7 @@ class LayerwiseGradScaler:
             scales, given = self._table.scales.clone(), isinstance(new_scale, Tensor)
             scales[0] = new_scale if given else check_scale("new_scale", new_scale)
             self._table.set_scales(scales)
+            self._told.copy_(scales[0])
         elif not self._nonfinite:
             raise RuntimeError(
                 "Expected unscaled gradients. Found none. Remedy: call step(optimizer), or "
@@ -254,13 +259,26 @@ class LayerwiseGradScaler:
             nonfinite = torch.stack([*self._nonfinite.values()]).sum(dim=0) > 0
             self._table.update(self._sum.here(nonfinite), self._counts, self._auto)
             self._last_nonfinite = nonfinite
-            self.skipped += nonfinite.any()
+            skipped, told, loss = nonfinite.any(), self._told, self._table.scales[0]
+            # Halved where another layer backed off, or a bound held the loss's scale.
+            fallen = torch.where(loss < told, loss, told / 2)
+            # Measurements lower it in steps that are taken, too.
+            kept = loss if self._auto is None else torch.maximum(told, loss)
+            told.copy_(torch.where(skipped, fallen, kept))
+            self.skipped += skipped
             self._steps += 1
         self._begin_step()
 
     def get_scale(self) -> float:
-        """Returns the scale of the loss; waits for the device."""
-        return self._table.scales[0].item() if self._table.enabled else 1.0
+        """Returns a number that falls in each skipped step, by which trainers know it.
+
+        They leave out a step of the schedule where ``update`` lowered it. It is the loss's scale,
+        unless that moved otherwise: lower after a step that was skipped for another layer, until
+        one is taken, and higher after ``"auto"`` has lowered the loss's scale in a step that was
+        taken, until one is skipped. ``get_scales()[""]`` is always that scale. Waits for the
+        device.
+        """
+        return self._told.item() if self._table.enabled else 1.0
 
     def get_scales(self) -> dict[str, float]:
         """Returns each layer's own scale by name, the loss's by ``""``; waits for the device."""
@@ -322,16 +340,17 @@ class LayerwiseGradScaler:
         """
         if not self._table.enabled:
             return
+        check_type("state", state, Mapping, "what state_dict() returned")  # type: ignore[type-abstract]
+        now = self.state_dict()
         if "scale" in state:
-            now = self.state_dict()
             loss = {"scale": state["scale"], "growth_tracker": state.get("_growth_tracker", 0)}
             state = now | {"layers": now["layers"] | {"": now["layers"][""] | loss}}
-        steps = check_count("steps", state.get("steps", 0), low=0)
-        skipped = check_count("skipped", state.get("skipped", 0), low=0)
-        check_number("skipped", skipped, high=2**63 - 1)
+        counts = {name: state.get(name, 0) for name in ("steps", "skipped")}
+        check_state("state", counts, dict.fromkeys(counts, 0))
         self._table.load_state_dict(state.get("layers"))
-        self._steps = steps
-        self.skipped.fill_(skipped)
+        self._steps = counts["steps"]
+        self.skipped.fill_(counts["skipped"])
+        self._told.copy_(self._table.scales[0])
         self._last_nonfinite = None
         self._audit = GraphAudit(self._layers, self._table, self._auto is not None)
         self._begin_step()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from steadygrad._checks import InputError, shown
+from steadygrad.averages import check_state
 from steadygrad.numerics import exact
 from steadygrad.scale.equations import BINS, GrowthRule, followed_shift, next_scales
 from steadygrad.scale.layers import LARGEST_SCALE, LOSS, AutoScale, Layers, LayerScale
@@ -16,6 +16,7 @@ from steadygrad.scale.layers import LARGEST_SCALE, LOSS, AutoScale, Layers, Laye
 # Kinds of backward passes: of an own loss, of one that another scaler scaled, of one that none did.
 OWN, OTHERS, UNSCALED = range(3)
 _KEYS = "scale", "growth_tracker", "overflows"
+_BOUNDS = {"scale": (2.0**-149, LARGEST_SCALE), "growth_tracker": (0, 2**31 - 1)}
 
 
 class ScaleTable:
@@ -149,20 +150,8 @@ class ScaleTable:
     @torch.no_grad()
     def load_state_dict(self, saved: Any) -> None:
         """Loads a state of :meth:`state_dict`; a damaged one changes nothing."""
-        try:
-            columns = [[saved[name][key] for name in self.names] for key in _KEYS]
-            scales = torch.tensor(columns[0], dtype=torch.float64)
-            counts, most = torch.tensor(columns[1:]), torch.tensor([[2**31 - 1], [2**63 - 1]])
-            valid = {*saved} == {*self.names} and counts.dtype == torch.int64
-            valid &= bool(((scales > 0) & (scales <= LARGEST_SCALE)).all())
-            valid &= bool(((counts >= 0) & (counts <= most)).all())
-        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
-            valid = False
-        if not valid:
-            raise InputError(
-                f"Expected state_dict['layers'] of a scaler of {self.names}, with positive scales "
-                f"and counts. Found {shown(saved)}. Remedy: the same layer_scales."
-            )
-        self.tracker.copy_(counts[0])
-        self.overflows.copy_(counts[1])
-        self.set_scales(scales)
+        check_state("state", saved, self.state_dict(), place="['layers']", bounds=_BOUNDS)
+        rows = [[saved[name][key] for name in self.names] for key in _KEYS]
+        self.tracker.copy_(torch.tensor(rows[1]))
+        self.overflows.copy_(torch.tensor(rows[2]))
+        self.set_scales(torch.tensor(rows[0], dtype=torch.float64))

@@ -1,6 +1,5 @@
 """Steps that are left out, and said so: altered gradients, passes that are no micro-batches."""
 
-import copy
 import warnings
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.noise import NoiseScale
+from steadygrad.noise import NoiseScale, sources
 from tests.unit.noise.training_loop import (
     accumulate,
     found,
@@ -259,66 +258,13 @@ def test_a_graph_that_is_kept_for_nothing_changes_nothing():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-# Parts that are told by what first and last ones of a step differ in.
-
-
-def two_losses_of_a_copy(model, noise):
-    for _ in range(2):
-        x = torch.randn(8, 3)
-        yield (model(x)[:, 0] - x[:, 0]).square().mean() / 2
-        # Read anew: the same tensor would be known.
-        yield 0.3 * (model(x.clone())[:, 0] - x[:, 0]).abs().mean() / 2
-
-
-def ragged(model, noise):
-    """Ordinary ones; what is drawn is far from normal, and one of a hundred samples is huge."""
-    for n in (8, 5, 1, 8):
-        noise.samples(n)
-        x = torch.randn(n, 3).exp() * (1 + 30 * (torch.rand(n, 1) < 0.01))
-        yield (model(x)[:, 0] - x[:, 0]).square().mean() / 4
-
-
-def trained(parts, steps):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    noise = NoiseScale(model, decay=1.0, samples=8, drift=False)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for loss in parts(model, noise):
-            loss.backward()
-        noise.step()
-        optimizer.step()
-    return noise
-
-
-def test_parts_of_one_loss_are_not_taken_for_micro_batches():
-    noise = trained(two_losses_of_a_copy, steps=120)
-    got = noise.estimate()
-    assert not got.resolved
-    assert (got.low.item(), got.high.item()) == (0.0, float("inf"))
-    assert got.value.isnan()
-    assert "microbatch" in got.as_dict()["reason"]
-    assert all(not group.resolved for group in got.by_group.values())
-    other = NoiseScale(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
-    other.load_state_dict(copy.deepcopy({**noise.state_dict(), "ring": other._ring * 1}))
-    assert other.estimate().unlike
-    noise.reset()
-    assert not noise.estimate().unlike
-
-
-def test_micro_batches_are_alike():
-    got = trained(ragged, steps=200).estimate()
-    assert (got.unlike.item(), got.reason) == (False, None)
-
-
-def test_equal_parts_differ_by_rounding_alone():
-    torch.manual_seed(0)
-    model, x = nn.Linear(64, 1), torch.randn(8, 64)
-    noise = NoiseScale(model, samples=8)
-    for _ in range(30):
-        model.zero_grad()
-        for factor in (1, 3):
-            ((model(x.clone()) * factor).square().mean() / (2 * factor**2)).backward()
-        noise.step()
-    assert not noise.estimate().unlike
+def test_passes_without_a_step_hold_no_more_memory_and_are_warned_of_once():
+    model, x, y = make()
+    noise = NoiseScale(model, samples=len(x))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2 * sources._MOST_GIVEN):
+            # Other tensors each time, as a loader's.
+            losses(model, x.clone(), y).mean().backward()
+    assert len(caught) == 1
+    assert len(noise._source._repeats._given) == sources._MOST_GIVEN

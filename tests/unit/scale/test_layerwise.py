@@ -3,11 +3,13 @@
 With ``layer_scales={}`` and a scale for the loss it is `torch.amp.GradScaler`, to the bit.
 """
 
+import copy
+
 import pytest
 import torch
 
 from steadygrad.optim import LANS
-from steadygrad.scale import AutoScale, LayerwiseGradScaler
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler
 from steadygrad.scale.equations import exponent_histogram
 from tests.unit.scale.training import (
     SCALES,
@@ -238,6 +240,56 @@ def test_a_new_scale_may_be_set():
     assert ours.get_scales() == {"": 64.0, **SCALES}
     with pytest.raises(ValueError, match="new_scale"):
         ours.update(-1.0)
+
+
+# Scales and options.
+IDIOM = {
+    "fixed": ({"a": LayerScale(4.0, fixed=True)}, {}),
+    "by layer": (SCALES, {"growth_interval": 3}),
+    "auto": ("auto", {}),
+    "auto in every step": (AutoScale(every=1, scale=2.0**12), {}),
+    "the loss alone": ({}, {"init_scale": 2.0**4, "growth_interval": 2}),
+    "growth beside a skip": (
+        {"b": 2.0},
+        {"growth_interval": 1, "max_scale": 16.0, "init_scale": 2.0},
+    ),
+    "at the least scale": ({}, {"init_scale": 4.0, "min_scale": 4.0}),
+}
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("mode", IDIOM)
+def test_get_scale_falls_in_skipped_steps_and_in_no_others(mode, optimizers):
+    """By which trainers leave out a step of the schedule."""
+    torch.manual_seed(0)
+    model, _ = make()
+    scales, options = IDIOM[mode]
+    scaler, poison = LayerwiseGradScaler(model, scales, **options), Poison(model.b[0])
+    halves = [*model.parameters()][::2], [*model.parameters()][1::2]
+    some = [torch.optim.SGD(h, 1e-3) for h in halves][:optimizers]
+    schedule, taken = torch.optim.lr_scheduler.StepLR(some[0], 1), 0
+    for step in range(40):
+        poison.active = step % 7 in (2, 5, 6)
+        # Of other sizes, so that measured scales move in both directions.
+        size, before, skipped = 10.0 ** (step % 5), scaler.get_scale(), scaler.skipped.item()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_on(model, step)
+        scaler.scale(loss.float() * size).backward()
+        for optimizer in some:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        model.zero_grad()
+        was_skipped = scaler.skipped.item() > skipped
+        assert (scaler.get_scale() < before) is was_skipped
+        if scaler.get_scale() >= before:
+            schedule.step()
+        taken += not was_skipped
+        if step == 20:
+            scaler.load_state_dict(copy.deepcopy(scaler.state_dict()))
+            assert scaler.get_scale() == scaler.get_scales()[""]
+    assert schedule.last_epoch == taken
+    assert 10 < taken < 30
 
 
 def test_a_scale_beyond_its_bounds_is_moved_when_it_is_due_alone():
