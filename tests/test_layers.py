@@ -26,7 +26,7 @@ FLOORS = [
     {"averages"},
     {"_nests"},
     {"_names"},
-    {"_checks", "_studies", "numerics"},
+    {"_checks", "_files", "_studies", "numerics"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 
