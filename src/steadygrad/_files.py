@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
 MOST = 1 << 28
@@ -12,16 +12,12 @@ MOST = 1 << 28
 DEEPEST = 32
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Opens a file for reading, and neither a pipe nor a device; ``OSError`` if it is one."""
+def read_file(path: Path, most: int = MOST) -> bytes:
+    """The content of a regular file of at most ``most`` bytes; ``OSError`` if it is none."""
+    # A pipe would be waited for as it is opened.
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "It is no regular file", str(path))
-    return path.open("rb")
-
-
-def read_file(path: Path, most: int = MOST) -> bytes:
-    """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
-    with open_file(path) as file:
+    with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))

@@ -5,6 +5,8 @@ whole files. A run may come from a stranger: no name in it is trusted to be a fi
 """
 
 import hashlib
+import json
+import math
 import os
 import re
 import secrets
@@ -15,13 +17,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from steadygrad._checks import InputError
 from steadygrad._files import read_file, read_json
 from steadygrad._studies import STUDIES, module_of
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result
-from steadygrad.studies.strict_json import dumps
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary
 
+DEPENDENT = (
+    "A sample's loss depends on the other samples of its batch: the batch size is part of what is "
+    "trained, and no batch can be cut into micro-batches, as a noise scale needs."
+)
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
 
 R = TypeVar("R", bound=Result)
@@ -118,6 +124,17 @@ def write_result(folder: Path, result: Result, run: str | None = None) -> None:
         path.parent.mkdir(exist_ok=True)
         run = identity(folder) if run is None else run
     replace_file(path, _text({**msgspec.to_builtins(result), "run": run}, None))
+
+
+def summarize(header: Header, results: Results, status: str) -> Summary:
+    """The content of ``summary.json``, a pure function of a run and of how it ended."""
+    findings = module_of(header.study, "findings")
+    with np.errstate(all="ignore"):  # of a damaged run's numbers
+        summary: Summary = findings.summarize(header, results, status)
+    if header.task.dependent:
+        remarks = (*summary.remarks[:2], DEPENDENT)
+        summary = msgspec.structs.replace(summary, remarks=remarks)
+    return summary
 
 
 def write_summary(folder: Path, summary: Any) -> None:
@@ -265,6 +282,26 @@ def _name(key: Key) -> str:
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         text = f"{re.sub('[^A-Za-z0-9_.+-]', '_', text)[:100]}-{digest[:16]}"
     return f"{text}.json"
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Writes strict JSON, with non-finite floats as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+
+    ``msgspec.convert(..., strict=False)`` makes floats of them again. Structs become objects. The
+    text is ASCII, and one line unless ``indent`` says the spaces for each level.
+
+    Raises:
+        TypeError: If ``value`` holds what JSON cannot, such as a tensor.
+    """
+    return json.dumps(_encode(msgspec.to_builtins(value)), indent=indent, allow_nan=False)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any, indent: int | None = 2) -> bytes:

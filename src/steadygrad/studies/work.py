@@ -26,13 +26,13 @@ from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
     Results,
     RunError,
+    dumps,
     identity,
     read_header,
     replace_file,
     write_result,
 )
 from steadygrad.studies.schema import Header, Key, Result
-from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
 from steadygrad.studies.workplace import Workplace

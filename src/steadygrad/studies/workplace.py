@@ -18,17 +18,14 @@ Advance = Callable[[int, str], None]
 
 @dataclass
 class Workplace:
-    """The surroundings of a job in a ``run``, by its identity.
-
-    ``files`` are places of the functions that the settings name.
-    """
+    """The surroundings of a job; ``files`` are places of the functions that the settings name."""
 
     trainer: Trainer
     checkpoints: Checkpoints
     advance: Advance
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""
+    run: str = ""  # its identity
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 

@@ -10,8 +10,7 @@ from torch.optim import SGD
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
-from steadygrad.studies.folder import read_run
-from steadygrad.studies.summary import DEPENDENT
+from steadygrad.studies.folder import DEPENDENT, read_run
 from tests.unit.studies.framework import PLAN, begin, go_on, make_trainer
 from tests.unit.studies.tiny_task import boom, centered, losses, make_model, make_task, mean
 

@@ -12,9 +12,8 @@ import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.ab.schema import Run
 from steadygrad.studies.ab.trials import arms_of
-from steadygrad.studies.folder import read_run
+from steadygrad.studies.folder import read_run, summarize
 from steadygrad.studies.page import render
-from steadygrad.studies.summary import summarize
 from tests.unit.cli.quick import program
 from tests.unit.studies import tiny_task
 from tests.unit.studies.ab import functions
