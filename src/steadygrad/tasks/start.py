@@ -160,8 +160,8 @@ def fitting_optimizer(
     ids = [str(one) for group in groups for one in group["params"]]
     sizes, found = ([len(group["params"]) for group in x] for x in (new, groups))
     others = {*map(str, values)}.difference(ids)
-    if sizes != found or len({*ids}) < len(ids) or others:
-        what = f"{found}, {len({*ids})} different ones, and states of {len(others)} others"
+    if sizes != found or others:
+        what = f"{found}, and states of {len(others)} others"
         expected = f"hold the state of an optimizer with groups of {sizes} parameters"
         raise _wrong(expected, what, "make_optimizer as there, or a file of the weights alone")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
