@@ -26,7 +26,7 @@ FLOORS = [
     {"averages"},
     {"_nests"},
     {"_names"},
-    {"_checks", "_studies", "numerics"},
+    {"_checks", "_files", "_studies", "numerics"},
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 
@@ -61,20 +61,20 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 901,
+    "cli": 900,
     "integrations": 949,
-    "studies": 3658,
+    "studies": 3637,
     "studies/advise": 2288,
     "studies/compare": 2128,
     "studies/inspect": 1353,
     "studies/ab": 974,
-    "tasks": 1641,
+    "tasks": 1701,
     "noise": 2559,
     "balance": 1206,
     "scale": 1354,
     "watch": 1231,
     "optim": 3940,
-    "distributed.py, shards.py": 763,
+    "distributed.py, shards.py": 774,
     "optim/loops": 1223,
     "optim/kernels": 540,
 }

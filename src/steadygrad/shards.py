@@ -5,7 +5,6 @@ import io
 import math
 import pickle
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -17,16 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as checkpoints
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from steadygrad._checks import InputError
+from steadygrad._checks import InputError, shown
+from steadygrad._files import read_file
 from steadygrad.distributed import Group, World, add_up, new_group
 from steadygrad.numerics import exact
 
@@ -462,33 +459,55 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
     checkpoints.set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=_WHOLE)
 
 
-def read_checkpoint(folder: Path) -> dict[Any, Any]:
-    """A folder of torch.distributed.checkpoint in plain memory, lists as dicts by their numbers.
+def read_layout(path: Path) -> Any:
+    """The layout of a checkpoint of torch.distributed; UnpicklingError if it needs more pickle."""
+    return _Layout(io.BytesIO(read_file(path, most=1 << 32))).load()
 
-    Raises:
-        UnpicklingError: If it needs more of pickle than torch's own layout of a checkpoint.
-    """
-    with open(folder / ".metadata", "rb") as file:
-        metadata = _Layout(file).load()
-    flat = {
-        key: torch.empty(one.size, dtype=one.properties.dtype) if hasattr(one, "properties") else 0
-        for key, one in metadata.state_dict_metadata.items()
-    }
-    with warnings.catch_warnings():
-        # Of reading in a single process, which is meant: every rank reads the whole.
-        warnings.simplefilter("ignore")
-        try:
-            load(flat, checkpoint_id=folder, planner=_Plain(False, False), no_dist=True)
-        except CheckpointException as error:  # which is no Exception
-            raise error.failures[0][0] from error
+
+def read_checkpoint(folder: Path) -> dict[Any, Any]:
+    """A folder of torch.distributed.checkpoint in plain memory, lists as dicts by their numbers."""
+    layout = read_layout(folder / ".metadata")
+    places = [(one.relative_path, one.offset) for one in layout.storage_data.values()]
+    if len({*places}) < len(places):
+        raise ValueError("two values in one place of a file")
     saved: dict[Any, Any] = {}
-    for key, value in flat.items():
-        *path, last = (metadata.planner_data or {}).get(key, (key,))
+    for key, kind in layout.state_dict_metadata.items():
+        *path, last = (layout.planner_data or {}).get(key, (key,))
         inner = saved
         for part in path:
             inner = inner.setdefault(part, {})
-        inner[last] = value
+        inner[last] = _value(folder, layout.storage_data, key, kind)
     return saved
+
+
+def _value(folder: Path, stored: Mapping[MetadataIndex, Any], key: str, kind: Any) -> Any:
+    """A value that is no tensor, or a tensor from its chunks."""
+    if not isinstance(kind, TensorStorageMetadata):
+        return _read(folder, stored[MetadataIndex(key)])
+    parts = [(x, _read(folder, stored[MetadataIndex(key, x.offsets)])) for x in kind.chunks]
+    size, dtype = torch.Size(kind.size), kind.properties.dtype
+    wrong = ValueError(f"{shown(key)} in chunks that are not each of its elements, once")
+    # A size that is made up would take all memory.
+    if size.numel() * dtype.itemsize > sum(x.untyped_storage().nbytes() for _, x in parts):
+        raise wrong
+    whole, seen = torch.empty(size, dtype=dtype), torch.zeros(size, dtype=torch.bool)
+    for chunk, part in parts:
+        starts = zip(chunk.offsets, chunk.sizes, strict=True)
+        place = tuple(slice(first, first + count) for first, count in starts)
+        if (part.shape, part.dtype) != (whole[place].shape, dtype) or seen[place].any():
+            raise wrong
+        whole[place], seen[place] = part.detach(), True
+    if not seen.all():
+        raise wrong
+    return whole
+
+
+def _read(folder: Path, part: Any) -> Any:
+    with open(folder / part.relative_path, "rb") as file:
+        file.seek(part.offset)
+        # Less than no byte would mean all of them.
+        data = io.BytesIO(file.read(max(0, part.length)))
+    return torch.load(data, map_location="cpu", weights_only=True)
 
 
 class _Layout(pickle.Unpickler):
@@ -500,11 +519,3 @@ class _Layout(pickle.Unpickler):
         if is_dtype or name in LAYOUT.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")
-
-
-class _Plain(DefaultLoadPlanner):
-    """Reads values without pickle."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts a value that is no tensor into its place."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -20,11 +20,10 @@ from steadygrad.cli.options import seconds
 from steadygrad.cli.progress import make_monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
-from steadygrad.studies.folder import PAGE
+from steadygrad.studies.folder import PAGE, dumps
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.run import StudyFailed, conduct
 from steadygrad.studies.schema import Summary
-from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import Task
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
+from steadygrad._files import read_file
 from steadygrad.studies.environment import environment
-from steadygrad.studies.folder import read_file, replace_file
+from steadygrad.studies.folder import replace_file
 from steadygrad.tasks.guard import reason
 
 # Bytes of a checkpoint: reading one takes twice as much memory.

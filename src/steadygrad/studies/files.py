@@ -13,8 +13,9 @@ from shlex import quote
 from typing import Any
 
 from steadygrad._checks import InputError
+from steadygrad._files import read_file
 from steadygrad._studies import module_of
-from steadygrad.studies.folder import HEADER, Run, read_file, replace_file
+from steadygrad.studies.folder import Run, identity, replace_file
 from steadygrad.tasks import BUILT_IN, Task, load_task, sources
 from steadygrad.tasks.start import digest_of
 
@@ -80,11 +81,10 @@ def remember(folder: Path) -> None:
 
 
 def _mark(folder: Path) -> Path:
-    header = hashlib.sha256(read_file(folder / HEADER)).hexdigest()
     given = os.environ.get("XDG_STATE_HOME", "")
     # A relative one would lie in whatever folder is the present one.
     home = Path(given) if os.path.isabs(given) else Path.home().absolute() / ".local/state"
-    return home / "steadygrad/runs" / header
+    return home / "steadygrad/runs" / identity(folder)
 
 
 def load(study: str, settings: Any, files: Mapping[str, str]) -> Task:

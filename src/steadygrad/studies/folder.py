@@ -4,9 +4,9 @@ Each file comes into being beside and is renamed into place, so that a kill at a
 whole files. A run may come from a stranger: no name in it is trusted to be a file, nor to be small.
 """
 
-import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -14,18 +14,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from steadygrad._checks import InputError
+from steadygrad._files import read_file, read_json
 from steadygrad._studies import STUDIES, module_of
-from steadygrad.studies.schema import SCHEMA, Header, Key, Result
-from steadygrad.studies.strict_json import dumps
+from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary
 
+DEPENDENT = (
+    "A sample's loss depends on the other samples of its batch: the batch size is part of what is "
+    "trained, and no batch can be cut into micro-batches, as a noise scale needs."
+)
 HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
-# Bytes of a file of a run; a result with ten thousand layers has a hundredth of it.
-MOST = 1 << 28
 
 R = TypeVar("R", bound=Result)
 
@@ -109,12 +112,29 @@ def create(folder: Path, header: Header) -> None:
         raise
 
 
-def write_result(folder: Path, result: Result) -> None:
-    """Writes one result's file."""
+def identity(folder: Path) -> str:
+    """The SHA-256 of a run's header, which no run shares with another; ``OSError`` without one."""
+    return hashlib.sha256(read_file(folder / HEADER)).hexdigest()
+
+
+def write_result(folder: Path, result: Result, run: str | None = None) -> None:
+    """Writes one result's file; ``run`` is the identity of its run. Default: the folder's."""
     path = folder / RESULTS / _name(result.key)
     with _writing(path):
         path.parent.mkdir(exist_ok=True)
-    replace_file(path, _text(result, None))
+        run = identity(folder) if run is None else run
+    replace_file(path, _text({**msgspec.to_builtins(result), "run": run}, None))
+
+
+def summarize(header: Header, results: Results, status: str) -> Summary:
+    """The content of ``summary.json``, a pure function of a run and of how it ended."""
+    findings = module_of(header.study, "findings")
+    with np.errstate(all="ignore"):  # of a damaged run's numbers
+        summary: Summary = findings.summarize(header, results, status)
+    if header.task.dependent:
+        remarks = (*summary.remarks[:2], DEPENDENT)
+        summary = msgspec.structs.replace(summary, remarks=remarks)
+    return summary
 
 
 def write_summary(folder: Path, summary: Any) -> None:
@@ -136,13 +156,13 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     """
     path = folder / HEADER
     try:
-        found = json.loads(read_file(path))
+        found = read_json(path)
     except OSError as error:
         raise RunError(
             f"Expected the folder of a run, with a {HEADER} in it. Found {str(folder)!r}, "
             f"{error.strerror}. Remedy: pass the folder that --out named."
         ) from error
-    except (ValueError, RecursionError):
+    except ValueError:
         found = None
     version = found.get("schema") if isinstance(found, dict) else None
     if type(version) is not int:
@@ -168,17 +188,18 @@ def read_header(folder: Path) -> tuple[Any, Any]:
 def read_run(folder: Path) -> Run:
     """Reads a run's header, its results, and its summary where there is one.
 
-    A result that cannot be read is left out: its trial is run again.
+    A result that cannot be read, or is another run's, is left out: its trial is run again.
     """
     folder = Path(folder)
     header, schema = read_header(folder)
     paths = sorted((folder / RESULTS).glob("*.json"))
-    found = {path.name: _read_result(path, header, schema) for path in paths}
+    own = identity(folder)
+    found = {path.name: _read_result(path, own, header, schema) for path in paths}
     results = Results(result for result in found.values() if result is not None)
     unreadable = tuple(name for name, result in found.items() if result is None)
     summary = None
-    with suppress(OSError, ValueError, RecursionError):
-        summary = json.loads(read_file(folder / SUMMARY))
+    with suppress(OSError, ValueError):
+        summary = read_json(folder / SUMMARY)
     fits = isinstance(summary, dict) and summary.get("study") == header.study
     return Run(folder, header, results, summary if fits else None, unreadable)
 
@@ -193,10 +214,12 @@ def refuse_links(folder: Path) -> None:
             )
 
 
-def _read_result(path: Path, header: Header, schema: Any) -> Result | None:
-    with suppress(OSError, ValueError, RecursionError):
-        result: Result = msgspec.convert(json.loads(read_file(path)), schema.RESULTS, strict=False)
-        if path.name == _name(result.key) and schema.check(header, result) is None:
+def _read_result(path: Path, run: str, header: Header, schema: Any) -> Result | None:
+    with suppress(OSError, ValueError):
+        found = read_json(path)
+        result: Result = msgspec.convert(found, schema.RESULTS, strict=False)
+        fits = found.get("run") == run and path.name == _name(result.key)
+        if fits and schema.check(header, result) is None:
             return result
     return None
 
@@ -250,22 +273,6 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Opens a file for reading, and neither a pipe nor a device; ``OSError`` if it is one."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "It is no regular file", str(path))
-    return path.open("rb")
-
-
-def read_file(path: Path, most: int = MOST) -> bytes:
-    """The content of a file of at most ``most`` bytes; ``OSError`` if it is anything else."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"It is larger than {most:,} bytes", str(path))
-        return file.read(size)
-
-
 def _name(key: Key) -> str:
     """The name of a result's file; a key that is no file name is replaced, and told apart."""
     # 1 and 1.0 are equal keys.
@@ -275,6 +282,26 @@ def _name(key: Key) -> str:
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         text = f"{re.sub('[^A-Za-z0-9_.+-]', '_', text)[:100]}-{digest[:16]}"
     return f"{text}.json"
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Writes strict JSON, with non-finite floats as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
+
+    ``msgspec.convert(..., strict=False)`` makes floats of them again. Structs become objects. The
+    text is ASCII, and one line unless ``indent`` says the spaces for each level.
+
+    Raises:
+        TypeError: If ``value`` holds what JSON cannot, such as a tensor.
+    """
+    return json.dumps(_encode(msgspec.to_builtins(value)), indent=indent, allow_nan=False)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any, indent: int | None = 2) -> bytes:

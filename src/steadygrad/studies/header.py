@@ -57,7 +57,7 @@ def make_header(
         micro_batch_size=trainer.micro_batch_size,
         workers=workers,
     )
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
     header: Header = module_of(study, "schema").Header(
         schema=SCHEMA,
         study=study,

@@ -16,8 +16,7 @@ from markupsafe import Markup
 
 from steadygrad._studies import module_of
 from steadygrad.studies import charts, text
-from steadygrad.studies.folder import HEADER, Run, read_run, understanding, write_page
-from steadygrad.studies.summary import summarize
+from steadygrad.studies.folder import HEADER, Run, read_run, summarize, understanding, write_page
 
 
 def render(run: Run) -> str:

@@ -24,15 +24,15 @@ from steadygrad.studies.folder import (
     Run,
     RunError,
     create,
+    dumps,
     read_run,
     refuse_links,
+    summarize,
     understanding,
     write_summary,
 )
 from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.schema import FREE, Summary
-from steadygrad.studies.strict_json import dumps
-from steadygrad.studies.summary import summarize
 from steadygrad.studies.work import (
     Coordinator,
     Monitor,

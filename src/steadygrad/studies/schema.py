@@ -16,13 +16,14 @@ Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Few = Annotated[int, Meta(ge=0, le=64)]
 """A number of things that are gone through one by one."""
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
+NonNegative = Annotated[float, Meta(ge=0, lt=1e300)]
 Key = tuple[str | int | float, ...]
 """The kind of a result, and the values that tell it from others of its kind."""
 
 S = TypeVar("S", bound="Summary")
 
 # Version of the folder's format.
-SCHEMA = 3
+SCHEMA = 4
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask", "executor", "pairs")
 # Names of the built-in tasks.
@@ -108,7 +109,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     key_fields: ClassVar[tuple[str, ...]] = ()
 
-    time: dict[str, Any] = {}
+    time: Mapping[str, NonNegative] = {}
 
     @property
     def key(self) -> Key:
@@ -185,7 +186,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Any]
     files: dict[str, dict[str, str]] = {}
     first_losses: tuple[float, ...] = ()
-    time: dict[str, Any] = {}
+    time: dict[str, str] = {}
 
 
 class Table(msgspec.Struct, frozen=True):

@@ -134,9 +134,9 @@ class Trainer:
         """Loads the weights that runs begin from; the optimizer's state is as it was saved."""
         if self.task.start is None:
             return None
-        self.start_digest = digest_of(self.task.start)
         weights, optimizer = read_start(self.task.start)
         weights = fitting_weights(weights, self.model)
+        self.start_digest = digest_of(self.task.start)
         with guarded("The load_state_dict of the model"):
             self.model.load_state_dict(weights)
         return State(weights, optimizer or {})
@@ -152,7 +152,8 @@ class Trainer:
         if state.scaler:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
         if state.optimizer:
-            self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
+            with guarded("The load_state_dict of the optimizer"):
+                self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
         self.model.zero_grad()
         self.model.train()

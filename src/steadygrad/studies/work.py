@@ -24,16 +24,15 @@ from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
-    HEADER,
     Results,
     RunError,
-    read_file,
+    dumps,
+    identity,
     read_header,
     replace_file,
     write_result,
 )
 from steadygrad.studies.schema import Header, Key, Result
-from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Job, Trial, tails
 from steadygrad.studies.workplace import Workplace
@@ -95,7 +94,7 @@ def work_on(job: Job, place: Workplace) -> Result:
     parameters = {name: value for name, value in job.items() if name != "kind"}
     result: Result = trainer.by_halves(lambda: trial(header.plan, place, **parameters))
     seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return msgspec.structs.replace(result, time=result.time | seconds)
+    return msgspec.structs.replace(result, time={**result.time, **seconds})
 
 
 @dataclass
@@ -226,7 +225,7 @@ class Coordinator:
         trial, _ = self.running.pop(future)
         self.results.add(result)
         if self.place.trainer.context.is_main:
-            write_result(self.folder, result)
+            write_result(self.folder, result, self.place.run)
         if self.pool:
             self._advance(trial, trial.cost, trial.what)
 
@@ -267,11 +266,11 @@ def run_job(folder: str, job: Job, files: str) -> Result:
     # must not mix with --json where the workers are threads or inherit standard output.
     with _lock, redirect_stdout(sys.stderr):
         # A cluster's workers outlive a run, and another one may be in its folder.
-        return work_on(job, _worker(folder, read_file(Path(folder) / HEADER), files))
+        return work_on(job, _worker(folder, identity(Path(folder)), files))
 
 
 @lru_cache(maxsize=1)
-def _worker(folder: str, header_text: bytes, files: str) -> Workplace:
+def _worker(folder: str, run: str, files: str) -> Workplace:
     """A run in this process, made once."""
     path, found = Path(folder), json.loads(files)
     header, _ = read_header(path)
@@ -284,9 +283,9 @@ def workplace(
     header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
 ) -> Workplace:
     """The workplace of this process for the run in ``folder``."""
-    # Each rank's own header says when and where it began.
-    checkpoints = Checkpoints(folder, trainer.context.gather(dumps(header))[0])
-    return Workplace(trainer, checkpoints, lambda samples, what: None, header, files)
+    # Other ranks may not see the folder.
+    run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
+    return Workplace(trainer, Checkpoints(folder, run), lambda *_: None, header, files, run)
 
 
 def make_trainer(

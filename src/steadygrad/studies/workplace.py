@@ -25,6 +25,7 @@ class Workplace:
     advance: Advance
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""  # its identity
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,43 +1,105 @@
-"""The checkpoint that a task's training begins from: ``Task.start``."""
+"""The checkpoint that training begins from, ``Task.start``; one that cannot is an InputError."""
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, shown
+from steadygrad._files import read_json
 from steadygrad.tasks.guard import reason
 
 # Names of the parts of a checkpoint, of which the first that is there is taken.
 MODEL = ("model", "model_state_dict", "state_dict")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
+# Lists of a checkpoint's files: of torch.distributed, and of weights in several files.
+LAYOUT, INDEX = ".metadata", "model.safetensors.index.json"
+# Weights and states of Hugging Face's Trainer, and of Accelerate.
+WEIGHTS, STATES = ("model.safetensors", INDEX), ("optimizer.pt", "optimizer.bin")
 # Options of an optimizer that stay the task's own: studies change them with the batch size.
 TASKS_OWN = ("lr", "betas", "weight_decay")
+# States that are counts, squares, or sums of squares.
+NEVER_NEGATIVE = re.compile(r"(step|\w*sq\w*|sum|\w*var|acc_delta|exp_inf) of ")
 
 
+def _wrong(expected: str, found: str, remedy: str) -> InputError:
+    return InputError(f"Task.start should {expected}. Found {found}. Remedy: {remedy}.")
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turns whatever a foreign checkpoint makes its reader raise into one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        pickled = re.search(r"nsupported .*?GLOBAL (\S+)", str(error))
+        found = f"a pickled {pickled[1]}" if pickled else reason(error)[:99]
+        remedy = "torch.save of state_dicts alone, or safetensors" if pickled else "a whole copy"
+        remedy = "pip install safetensors" if isinstance(error, ImportError) else remedy
+        raise _wrong("be a whole checkpoint, of state_dicts alone", found, remedy) from error
+
+
+@_reading()
 def files_of(start: str | Path) -> list[Path]:
-    """The files that a checkpoint is read from."""
+    """The files that a checkpoint is read from, by its writer's own list."""
     path = Path(start).expanduser().absolute() if isinstance(start, (str, Path)) else None
     if path and path.is_file():
         return [path]
-    if path and (path / ".metadata").is_file():
-        return [path / ".metadata", *sorted(path.glob("*.distcp"))]
-    found = sorted(path.glob("model*.safetensors")) if path else []
-    if not found:
-        raise InputError(
-            "Task.start should be a file, or a folder with model.safetensors or a checkpoint of "
-            f"torch.distributed, that is there. Found {shown(start)}. Remedy: an absolute path."
-        )
-    # Of Hugging Face's Trainer, and of Accelerate.
-    return found + sorted(found[0].parent.glob("optimizer.[pb]*"))
+    if not path or not (files := [path / name for name in _listed(path)]):
+        expected = f"be a file, or a folder with {LAYOUT} or {' or '.join(WEIGHTS)}, that is there"
+        raise _wrong(expected, shown(start), "an absolute path")
+    home = path.resolve()
+    # In a cache of Hugging Face's hub files are links.
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    for file in files:
+        real = file.resolve()
+        if not real.is_file() or not any(map(real.is_relative_to, homes)):
+            raise _wrong("be a folder with regular files in it", f"{str(file)!r}", "a whole copy")
+    return files
 
 
+def _listed(folder: Path) -> list[str]:
+    if (folder / LAYOUT).exists():
+        # Not above: it loads torch.distributed.
+        layout = import_module("steadygrad.shards").read_layout(folder / LAYOUT)
+        return [LAYOUT, *sorted({part.relative_path for part in layout.storage_data.values()})]
+    weights, states = ([x for x in names if (folder / x).exists()] for names in (WEIGHTS, STATES))
+    for names in (weights, states):
+        if len(names) > 1:
+            raise _wrong("be a folder of one checkpoint", " and ".join(names), "remove the older")
+    shards = read_json(folder / INDEX)["weight_map"].values() if weights == [INDEX] else ()
+    return [*weights, *sorted({*shards}), *states] if weights else []
+
+
+def _joined(files: list[Path]) -> dict[Any, Any]:
+    """What a checkpoint's files hold, with that of an optimizer's file under its name."""
+    saved: dict[Any, Any] = {}
+    if files[0].name == LAYOUT:
+        saved, files = import_module("steadygrad.shards").read_checkpoint(files[0].parent), []
+    for file in (file for file in files if file.name != INDEX):
+        found = {"optimizer": _content(file)} if file.name in STATES else _content(file)
+        if not saved.keys().isdisjoint(found):
+            raise ValueError(f"{shown(next(iter(saved.keys() & found)))} in two files")
+        saved |= found
+    return saved
+
+
+def _content(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        return torch.load(file, map_location="cpu", weights_only=True)
+    return import_module("safetensors.torch").load_file(file)
+
+
+@_reading()
 def digest_of(start: str | Path) -> str:
     """The SHA-256 of a checkpoint's files, one after the other."""
     digest = hashlib.sha256()
@@ -48,94 +110,72 @@ def digest_of(start: str | Path) -> str:
     return digest.hexdigest()
 
 
+@_reading()
 def read_start(start: str | Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The state of the model, and that of the optimizer where there is one, on the host.
-
-    Raises:
-        InputError: If the checkpoint is not there, is damaged or needs pickle.
-    """
-    files = files_of(start)
-    try:
-        if files[0].name == ".metadata":
-            # Not above: it loads torch.distributed.
-            from steadygrad.shards import read_checkpoint
-
-            saved = read_checkpoint(files[0].parent)
-        else:
-            saved = {}
-            for file in files:
-                saved |= {"optimizer": _read(file)} if file.stem == "optimizer" else _read(file)
-    except Exception as error:
-        pickled = re.search(r"nsupported .*?GLOBAL (\S+)", str(error))
-        found = f"a pickled {pickled[1]}" if pickled else reason(error)[:99]
-        remedy = "torch.save of state_dicts alone, or safetensors" if pickled else "a whole copy"
-        remedy = "pip install safetensors" if isinstance(error, ImportError) else remedy
-        raise InputError(
-            f"Task.start should be a whole checkpoint that needs no pickle. Found {found} in "
-            f"{str(start)!r}. Remedy: {remedy}."
-        ) from error
-    while len(saved) == 1 and isinstance(inner := next(iter(saved.values())), dict):
-        saved = inner
+    """The state of the model, and that of the optimizer where there is one, on the host."""
+    saved = _joined(files_of(start))
+    # Not for ever, where one holds itself.
+    for _ in range(8):
+        if len(saved) == 1 and isinstance(inner := next(iter(saved.values())), dict):
+            saved = dict(inner)
     optimizer = next((saved.pop(name) for name in OPTIMIZER if name in saved), None)
     model = next((saved[name] for name in MODEL if isinstance(saved.get(name), dict)), saved)
     # Lightning has a list of them.
-    return model, next(iter(optimizer), None) if isinstance(optimizer, list) else optimizer
+    optimizer = next(iter(optimizer), None) if isinstance(optimizer, list) else optimizer
+    for name, value in {**model, "optimizer": optimizer}.items():
+        is_extra = str(name).endswith("_extra_state")
+        kinds = (dict, type(None)) if name == "optimizer" else object if is_extra else Tensor
+        if not isinstance(name, str) or not isinstance(value, kinds):
+            found = f"{shown(name)}, of type {type(value).__name__}"
+            raise _wrong("hold state_dicts, a model's alone or as 'model'", found, "save these")
+    return model, optimizer
 
 
-def _read(file: Path) -> Any:
-    if file.suffix != ".safetensors":
-        return torch.load(file, map_location="cpu", weights_only=True)
-    from safetensors.torch import load_file
-
-    return load_file(file)
-
-
+@_reading()
 def fitting_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The state of a model as it takes it: without wrappers' prefixes, with all tied weights.
-
-    Raises:
-        InputError: If names or shapes differ.
-    """
+    """The state of a model as it takes it: without wrappers' prefixes, with all tied weights."""
     state, own = dict(state), model.state_dict()
     for prefix in ("module.", "_orig_mod."):
-        consume_prefix_in_state_dict_if_present(state, prefix)
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
     named = [*model.named_parameters(remove_duplicate=False)]
     kept = {id(p): state[name] for name, p in named if name in state}
     state = {name: kept[id(p)] for name, p in named if id(p) in kept} | state
     _check(own, state, "the weights of the model that Task.make_model makes")
+    for name, p in named:
+        if state[name] is not kept[id(p)] and not torch.equal(state[name], kept[id(p)]):
+            raise _wrong("hold tied weights alike", f"others in {name!r}", "untie the model's")
+    _check_values({name: state[name] for name, p in named if p.requires_grad})
     return state
 
 
+@_reading()
 def fitting_optimizer(
     state: Any, model: nn.Module, optimizer: Optimizer, *, by_name: bool
 ) -> dict[str, Any]:
-    """The state of an optimizer for this one, by parameters' names or by their numbers.
-
-    Raises:
-        InputError: If the groups' numbers of parameters differ.
-    """
+    """The state of an optimizer for this one, by parameters' names or by their numbers."""
     new = optimizer.state_dict()["param_groups"]
-    try:
-        groups, values = state["param_groups"], state["state"]
-        groups = [groups[number] for number in range(len(groups))]
-        ids = [str(one) for group in groups for one in group["params"]]
-    except (TypeError, KeyError):
-        groups, values, ids = [], {}, []
+    groups, values = state["param_groups"], dict(state["state"])
+    groups = [dict(groups[number]) for number in range(len(groups))]
+    ids = [str(one) for group in groups for one in group["params"]]
     sizes, found = ([len(group["params"]) for group in x] for x in (new, groups))
-    if sizes != found:
-        raise InputError(
-            f"Task.start should hold the state of an optimizer with groups of {sizes} parameters, "
-            f"as Task.make_optimizer makes them. Found {found}. Remedy: make_optimizer as in that "
-            "training, or a file of the weights alone."
-        )
+    others = {*map(str, values)}.difference(ids)
+    if sizes != found or others:
+        what = f"{found}, and states of {len(others)} others"
+        expected = f"hold the state of an optimizer with groups of {sizes} parameters"
+        raise _wrong(expected, what, "make_optimizer as there, or a file of the weights alone")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     # Saved by name, or by number in the order of that optimizer.
     places = order if {*ids} == {*order} else ids
     keys: list[Any] = order if by_name else [*range(len(order))]
     key_of = dict(zip(places, keys, strict=True))
+    own, there = ([bool(group.get("maximize")) for group in x] for x in (new, groups))
+    if own != there:
+        raise _wrong(f"have maximize = {own}, as make_optimizer has", f"{there}", "set it there")
+    _check_values({f"{n} of a group": x for old in groups for n, x in old.items() if n in new[0]})
     return {
-        "state": {key_of[str(one)]: own for one, own in values.items()},
+        "state": {key_of[str(one)]: dict(own) for one, own in values.items()},
         "param_groups": [
             {
                 **{n: x if n in TASKS_OWN else old.get(n, x) for n, x in group.items()},
@@ -146,23 +186,43 @@ def fitting_optimizer(
     }
 
 
+@_reading()
 def check_optimizer_state(state: Mapping[Any, Any], made: Mapping[Any, Any]) -> None:
     """Compares an optimizer's state, by names and shapes, with one that a step has made."""
     # An optimizer that makes none, such as plain SGD, has no use for any.
-    both = [one for one in made or state if one in state]
+    both = (made or state) if state else ()
     own, found = (
         {f"{n} of {one}": x for one in both for n, x in s.get(one, {}).items()}
         for s in (made, state)
     )
     _check(own, found, "the state of the optimizer that Task.make_optimizer makes")
+    _check_values({f"{n} of {one}": x for one, s in state.items() for n, x in s.items()})
+
+
+def _check_values(found: Mapping[str, Any]) -> None:
+    """Refuses numbers that no training leaves: its losses would be blamed for them."""
+    for name, value in found.items():
+        numbers = torch.as_tensor(value if isinstance(value, (Tensor, int, float)) else 0)
+        finite = bool(torch.isfinite(numbers).all())
+        if not finite or (NEVER_NEGATIVE.match(name) and bool((numbers < 0).any())):
+            what = f"{name!r}, {'negative' if finite else 'not finite'} in parts"
+            raise _wrong("hold finite numbers, and squares above zero", what, "an earlier one")
 
 
 def _check(own: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
-    shapes = [{n: tuple(getattr(x, "shape", ())) for n, x in one.items()} for one in (own, found)]
-    wrong = [name for name in {**own, **found} if shapes[0].get(name) != shapes[1].get(name)]
+    forms = [{name: _form(value) for name, value in one.items()} for one in (own, found)]
+    wrong = [name for name in {**own, **found} if forms[0].get(name) != forms[1].get(name)]
     if wrong:
-        here, there = (one.get(wrong[0], "missing") for one in shapes)
-        raise InputError(
-            f"Task.start should hold {what}. Found {len(wrong)} names or shapes that differ, the "
-            f"first {wrong[0]!r}: {there} in it, {here} here. Remedy: make it as in that training."
-        )
+        here, there = (one.get(wrong[0], "missing") for one in forms)
+        first = f"the first {shown(wrong[0])}: {there} in it, {here} here"
+        differ = f"{len(wrong)} names or shapes that differ, {first}"
+        raise _wrong(f"hold {what}", differ, "make it as in that training")
+
+
+def _form(value: Any) -> str:
+    """Shape of a tensor or a number, with its kind unless it is floating, or a whole number."""
+    if not isinstance(value, Tensor):
+        return "()" if isinstance(value, (int, float)) else type(value).__name__
+    whole = value.ndim and not value.is_floating_point()
+    kind = ", complex" if value.is_complex() else ", whole numbers" if whole else ""
+    return f"{tuple(value.shape)}{kind}"

@@ -14,9 +14,8 @@ import torch
 import steadygrad
 from steadygrad.cli import main
 from steadygrad.studies.advise.schema import Summary
-from steadygrad.studies.folder import read_run, write_result
+from steadygrad.studies.folder import dumps, read_run, write_result
 from steadygrad.studies.run import _alone
-from steadygrad.studies.strict_json import dumps
 from tests.unit.cli.quick import tiny
 from tests.unit.studies.framework import contents, environment, generators, timeless
 from tests.unit.studies.tiny_task import make_task

@@ -19,9 +19,8 @@ import torch
 from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.folder import read_run
+from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.run import resume, start
-from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.trainer import Trainer
 from tests.unit.studies import tiny_task
 from tests.unit.studies.results import PLAN
@@ -160,9 +159,9 @@ def contents(folder):
 
 
 def timeless(folder):
-    """The bytes of a run's results, but for their times."""
-    files = folder.glob("results/*.json")
-    return {path.name: re.sub(rb'"time": {.*?}', b"", path.read_bytes()) for path in files}
+    """The bytes of a run's results, but for their times and the run that they are of."""
+    files, own = folder.glob("results/*.json"), rb'"time": {.*?}|"run": "\w*"'
+    return {path.name: re.sub(own, b"", path.read_bytes()) for path in files}
 
 
 def wait_for(condition, seconds=120.0):

@@ -14,6 +14,7 @@ from steadygrad.studies.folder import (
     HEADER,
     Run,
     create,
+    identity,
     read_run,
     write_result,
     write_summary,
@@ -128,8 +129,10 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def rewrite_header(folder: Path, change: Any) -> None:
-    """Changes the header of a run."""
+    """Changes the header of a run, whose results remain its own."""
     rewrite(folder / HEADER, change)
+    for path in (folder / "results").glob("*.json"):
+        rewrite(path, lambda fields: fields.update(run=identity(folder)))
 
 
 def no_space(*_):

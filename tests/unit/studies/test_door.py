@@ -12,9 +12,8 @@ from torch.optim import SGD, AdamW, RAdam, Rprop, lr_scheduler
 import steadygrad
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
-from steadygrad.studies.folder import read_run
+from steadygrad.studies.folder import DEPENDENT, read_run
 from steadygrad.studies.order import main_order
-from steadygrad.studies.summary import DEPENDENT
 from tests.refusals import refused
 from tests.unit.studies.framework import PLAN, begin, go_on, make_trainer
 from tests.unit.studies.tiny_task import boom, centered, losses, make_model, make_task, mean

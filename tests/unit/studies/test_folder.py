@@ -12,6 +12,7 @@ from steadygrad.studies.advise.schema import Branch, Noise, Scratch
 from steadygrad.studies.folder import (
     RunError,
     create,
+    identity,
     read_run,
     write_page,
     write_result,
@@ -27,6 +28,7 @@ from tests.unit.studies.results import (
     make_noise,
     no_space,
     rewrite,
+    rewrite_header,
     write,
 )
 
@@ -111,9 +113,8 @@ def test_different_keys_have_different_files_in_the_folder_and_equal_ones_the_sa
         "../../etc/passwd", "a/b", "a_b", "a b", "", ".", "nul\0", "x" * 300, "x" * 301, "é", "è",
         "\ud800", "CON:", "a\nb", "1e5", 1, 1.5, 1e300, math.inf, -1,
     ]  # fmt: skip
-    for name in keys:
-        write_result(tmp_path, Odd(name=name))
-    write_result(tmp_path, Odd(name=1.0))
+    for name in [*keys, 1.0]:
+        write_result(tmp_path, Odd(name=name), "a run")
     found = names(tmp_path)
     assert len(found) == 1 + len(keys)
     assert all(path.isascii() and len(path) < 200 for path in found)
@@ -143,7 +144,12 @@ def fields(**changes):
     return lambda path: rewrite(path, lambda fields: fields.update(changes))
 
 
+def timed(seconds):
+    return fields(time={"seconds": 1.0, "peak_bytes": seconds})
+
+
 GOOD = json.dumps(msgspec.to_builtins(make_branch(2.0))).encode()
+NEST = json.loads("[" * 600 + "]" * 600)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,12 @@ GOOD = json.dumps(msgspec.to_builtins(make_branch(2.0))).encode()
         fields(point=2),
         fields(samples=10**400),
         fields(loss="text"),
+        fields(colour=NEST),
+        fields(time=[]),
+        *map(timed, [None, "fast", [1.0], {}, True, math.nan, math.inf, -1, 10**400]),
+        # Of no run, and of another one.
+        holding(GOOD),
+        fields(run="0" * 64),
     ],
 )
 def test_a_result_that_cannot_be_read_is_left_out_and_named(tmp_path, damage):
@@ -176,19 +188,36 @@ def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_le
     """As a later version of the same schema may add them."""
     run = write(tmp_path / "run", make_branch(2.0))
     (run.folder / "results" / ".0123456789abcdef.part").write_bytes(GOOD[:9])
-    (run.folder / "results" / "branch-0-7-4.json").write_bytes(GOOD)
+    own = run.folder / "results" / "branch-0-0-4.json"
+    fields(colour="red")(own)
+    (run.folder / "results" / "branch-0-7-4.json").write_bytes(own.read_bytes())
     write_result(run.folder, make_branch(2.0, point=7))  # beyond the plan
-    for path in (run.folder / "header.json", run.folder / "results" / "branch-0-0-4.json"):
-        fields(colour="red")(path)
+    rewrite_header(run.folder, lambda fields: fields.update(colour="red"))
     assert losses(run.folder) == [2.0]
     assert read_run(run.folder).unreadable == ("branch-0-7-4.json", "branch-7-0-4.json")
+
+
+def test_results_of_another_run_are_left_out_and_named(tmp_path):
+    """It differs in when it began, or in its seed."""
+    write(tmp_path / "other", make_branch(1.0), make_branch(2.0, repeat=1))
+    create(tmp_path / "run", make_header(time={"created": "later"}))
+    write_result(tmp_path / "run", make_branch(3.0))
+    moved = tmp_path / "other" / "results" / "branch-0-1-4.json"
+    moved.rename(tmp_path / "run" / "results" / moved.name)
+    assert losses(tmp_path / "run") == [3.0]
+    assert read_run(tmp_path / "run").unreadable == (moved.name,)
+    # A study whose folder was taken over meanwhile.
+    write_result(tmp_path / "run", make_branch(4.0, repeat=1), identity(tmp_path / "other"))
+    assert losses(tmp_path / "run") == [3.0]
 
 
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
         (holding(b"[" * 10**5), "header"),
-        (holding(b'{"schema": 3, "study": []}'), "header"),
+        (holding(b'{"schema": 4, "study": []}'), "header"),
+        (fields(environment={"torch": NEST}), "header"),
+        (fields(time={"folder": 1}), "time"),
         (pipe, "header.json"),
         (huge, "header.json"),
         (lambda path: path.unlink(), "header.json"),
@@ -203,7 +232,9 @@ def test_a_damaged_header(tmp_path, damage, found):
         read_run(run.folder)
 
 
-@pytest.mark.parametrize("damage", [holding(b"{"), holding(b"[1]"), fields(study="inspect"), pipe])
+@pytest.mark.parametrize(
+    "damage", [holding(b"{"), holding(b"[1]"), fields(study="inspect"), fields(x=NEST), pipe]
+)
 def test_a_summary_that_cannot_be_read_is_none(tmp_path, damage):
     run = write(tmp_path / "run", summary={"study": "advise", "words": []})
     assert run.summary == {"study": "advise", "words": []}

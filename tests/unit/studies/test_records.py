@@ -8,10 +8,8 @@ import pytest
 
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import rendered
-from steadygrad.studies.folder import create, read_run, write_summary
+from steadygrad.studies.folder import create, dumps, read_run, summarize, write_summary
 from steadygrad.studies.page import render
-from steadygrad.studies.strict_json import dumps
-from steadygrad.studies.summary import summarize
 from steadygrad.studies.work import run_job
 
 HERE = Path(__file__).parent

@@ -7,9 +7,8 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.folder import RunError, read_run, write_summary
+from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
 from steadygrad.studies.run import resume
-from steadygrad.studies.strict_json import dumps
 from steadygrad.studies.work import run_job
 from tests.refusals import refused
 from tests.unit.studies.framework import (

@@ -1,9 +1,14 @@
 """``Task.start``: every run of a study begins where a training stands."""
 
 import argparse
+import copy
+import json
+import math
 import os
 import pickle
+import random
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, AdamW
 
+from steadygrad._checks import InputError
+from steadygrad.tasks.start import digest_of, files_of, fitting_weights, read_start
 from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, make_trainer, part, weights, worst
@@ -90,7 +97,28 @@ def hugging_face(training, path):
     path.mkdir()
     safetensors(training, path / "model")
     torch.save(training.optimizer.state_dict(), path / "optimizer.pt")
-    torch.save([training], path / "trainer_state.pt")  # is not read
+    # Is not read: of another model, and of an earlier checkpoint.
+    for name in ("model_1.safetensors", "model-00001-of-00002.safetensors", "optimizer.pth"):
+        (path / name).write_bytes(b"other")
+
+
+def indexed(training, path):
+    """Weights in two files, in a cache of Hugging Face's hub, where they are links."""
+    save = pytest.importorskip("safetensors.torch", reason="comes with transformers").save_file
+    blobs, folder = path / "blobs", path / "snapshots" / "main"
+    for each in (blobs, folder):
+        each.mkdir(parents=True)
+    model, optimizer = training.states
+    names = [*model]
+    shards = {"b.safetensors": names[:1], "a.safetensors": names[1:]}
+    for number, (file, some) in enumerate(shards.items()):
+        save({name: model[name] for name in some}, blobs / f"{number}")
+        (folder / file).symlink_to(f"../../blobs/{number}")
+    found = {name: file for file, some in shards.items() for name in some}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+    (folder / "model_1.safetensors").write_bytes(b"other")
+    torch.save(optimizer, folder / "optimizer.bin")
+    return folder
 
 
 def accelerate(training, path):
@@ -107,7 +135,10 @@ def begun(path, save=plain, training=None, **changes):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "save",
-    [plain, recipe, lightning, numbered, named, hugging_face, accelerate, bare, safetensors],
+    [
+        *[plain, recipe, lightning, numbered, named, hugging_face, indexed, accelerate],
+        *[bare, safetensors],
+    ],
 )
 def test_every_run_goes_on_from_the_checkpoint(tmp_path, save):
     """As the training itself would, at the task's rate, betas and decay, and the same each time."""
@@ -195,7 +226,7 @@ def larger(model, optimizer):
     ("save", "make", "found"),
     [
         (lambda training, path: path.parent / "none", AdamW, "absolute path"),
-        (lambda training, path: path.parent, AdamW, "model.safetensors"),
+        (lambda training, path: path.parent, AdamW, "model.safetensors.index.json"),
         (smaller, AdamW, "2 names or shapes that differ, the first '0.weight': (16, 7)"),
         (plain, partial(SGD, momentum=0.9), "16 names or shapes"),
         (larger, AdamW, "'exp_avg of 2': (2, 16)"),
@@ -208,6 +239,172 @@ def larger(model, optimizer):
 def test_what_does_not_fit_is_refused(tmp_path, save, make, found):
     with refused("Task.start", found, "Remedy"):
         begun(tmp_path / "saved", save, Training(make)).check_task()
+
+
+def state(number, name, change):
+    return lambda m, o: o["state"][number].update({name: change(o["state"][number][name])})
+
+
+def group(**options):
+    return lambda m, o: o["param_groups"][0].update(options)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda m, o: m.update({3: torch.ones(1)}), "3, of type Tensor"),
+        (lambda m, o: m.update({"0.bias": m}), "'0.bias', of type OrderedDict"),
+        (lambda m, o: m["0.weight"].fill_(math.nan), "'0.weight', not finite"),
+        (lambda m, o: m.update({"0.bias": m["0.bias"].long()}), "whole numbers in it"),
+        (lambda m, o: m.update({"0.bias": m["0.bias"].cfloat()}), "complex in it"),
+        (state(0, "exp_avg", lambda x: x * math.inf), "'exp_avg of 0', not finite"),
+        (state(1, "exp_avg_sq", lambda x: x.neg()), "'exp_avg_sq of 1', negative"),
+        (state(1, "exp_avg_sq", lambda x: x.long()), "'exp_avg_sq of 1': (16,), whole numbers"),
+        (state(2, "exp_avg", lambda x: x.cfloat()), "'exp_avg of 2': (1, 16), complex"),
+        (state(2, "exp_avg", lambda x: {"a": x}), "'exp_avg of 2': dict"),
+        (group(maximize=True), "maximize = [False]"),
+        (group(eps=math.nan), "'eps of a group'"),
+        (group(params=[0, 0, 1, 2]), "states of 1 others"),
+        (lambda m, o: o["state"].update({9: {}}), "states of 1 others"),
+        (lambda m, o: o["state"].pop(1), "'step of 1': missing"),
+        (lambda m, o: o.update(state=[1]), "TypeError"),
+        (lambda m, o: o.update(param_groups=torch.ones(1, 2)), "TypeError"),
+    ],
+)
+def test_foreign_shapes_and_values_are_refused(tmp_path, change, found):
+    saved = dict(zip(("model", "optimizer"), copy.deepcopy(Training(AdamW).states), strict=True))
+    change(*saved.values())
+    torch.save(saved, tmp_path / "saved")
+    with refused("Task.start", found, "Remedy"):
+        begun(tmp_path / "saved", lambda *_: None, make_optimizer=AdamW).check_task()
+
+
+def test_what_is_no_state_and_a_dictionary_in_itself(tmp_path):
+    itself = {}
+    itself["a"] = {"b": itself}
+    for saved in (itself, {"optimizer": torch.ones(3)}, [torch.ones(3)], torch.ones(2)):
+        torch.save(saved, tmp_path / "saved")
+        with refused("Task.start"):
+            read_start(tmp_path / "saved")
+
+
+def test_tied_weights_that_differ_are_refused():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    apart = copy.deepcopy(model.state_dict())
+    model[1].weight = model[0].weight
+    with refused("tied", "0.weight"):
+        fitting_weights(apart, model)
+
+
+# Files of torch.distributed.checkpoint
+
+
+def moved(**fields):
+    return lambda whole, of: vars(of["model.0.weight"]).update(fields)
+
+
+def twice(whole, of):
+    """As many elements as it has, and half of them not there."""
+    whole.size, whole.chunks = (32, 8), whole.chunks * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (lambda whole, of: whole.chunks.clear(), "'model.0.weight' in chunks"),
+        (lambda whole, of: setattr(whole, "size", (1 << 40, 8)), "'model.0.weight' in chunks"),
+        (lambda whole, of: setattr(whole.properties, "dtype", torch.half), "in chunks"),
+        (lambda whole, of: vars(whole.chunks[0]).update(sizes=(8, 8)), "in chunks"),
+        (twice, "'model.0.weight' in chunks"),
+        (lambda whole, of: whole.chunks.extend(whole.chunks), "'model.0.weight' in chunks"),
+        (lambda whole, of: vars(of["model.0.bias"]).update(vars(of["model.2.bias"])), "one place"),
+        (moved(length=-1), "EOFError"),
+        (moved(relative_path="../other.distcp"), "regular files"),
+        (moved(relative_path="pipe"), "regular files"),
+        (moved(relative_path=7), "TypeError"),
+    ],
+)
+def test_what_is_stored_is_each_element_once_in_files_of_the_folder(tmp_path, edit, found):
+    numbered(Training(), tmp_path / "saved")
+    (tmp_path / "other.distcp").write_bytes((tmp_path / "saved" / "__0_0.distcp").read_bytes())
+    os.mkfifo(tmp_path / "saved" / "pipe")
+    layout = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
+    stored = {key.fqn: value for key, value in layout.storage_data.items()}
+    edit(layout.state_dict_metadata["model.0.weight"], stored)
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(layout))
+    with refused("Task.start", found):
+        read_start(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_regular_file_in_the_folder_is_not_read(tmp_path, name):
+    (tmp_path / "elsewhere").write_text('{"weight_map": {}}')
+    for number, place in enumerate(("pipe", "/dev/zero", tmp_path / "elsewhere")):
+        path = tmp_path / f"{number}" / name
+        path.parent.mkdir()
+        os.mkfifo(path) if place == "pipe" else path.symlink_to(place)
+        for read in (digest_of, read_start):
+            with refused("Task.start"):
+                read(path.parent)
+
+
+def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
+    for name in ("model.safetensors", "optimizer.pt", "optimizer.bin"):
+        (tmp_path / name).write_bytes(b"")
+    with refused("one checkpoint", "optimizer.pt and optimizer.bin"):
+        files_of(tmp_path)
+
+
+# Damaged at random
+
+ODD = [None, 3, -1, math.nan, 10**400, "text", b"text", [], {}, [1], (1, 2), {1}, torch.ones(3)]
+ODD += [torch.ones(()), torch.ones(1, device="meta"), torch.eye(2).to_sparse()]
+KINDS = ("long", "cfloat", "double", "half", "bool", "neg", "log", "flatten", "to_sparse", "t")
+
+
+def spots(nest):
+    """Everything in a nest, by what holds it."""
+    keys = [*nest] if isinstance(nest, dict) else range(len(nest)) if type(nest) is list else ()
+    return [(nest, key) for key in keys] + [x for key in keys for x in spots(nest[key])]
+
+
+def damage(nest, choose):
+    """Replaces, renames or takes away one thing."""
+    (place, key), (other, its) = choose(spots(nest)), choose(spots(nest))
+    if isinstance(place[key], torch.Tensor) and choose([True, False]):
+        place[key] = getattr(place[key][None], choose(KINDS))()[0]
+    elif isinstance(place, dict) and choose([True, False]):
+        place[choose([3, "x", None, f"module.{key}"])] = place.pop(key)
+    else:
+        place[key] = choose([*ODD, nest, place, other[its]])
+
+
+def alike(loaded, saved):
+    return torch.equal(torch.as_tensor(loaded), torch.as_tensor(saved).to(loaded.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as of a complex number whose one half is left
+def test_a_damaged_checkpoint_is_refused_or_loaded_as_it_is(tmp_path):
+    """1,000 of these and of other layouts were tried once."""
+    training, loaded = Training(), 0
+    for seed in range(100):
+        plain(training, tmp_path / "saved")
+        saved = torch.load(tmp_path / "saved", weights_only=True)
+        damage(saved, random.Random(seed).choice)
+        torch.save(saved, tmp_path / "saved")
+        with suppress(InputError):
+            trainer = begun(tmp_path / "saved", lambda *_: None, training)
+            trainer.check_task()
+            trainer.restart()
+            loaded += 1
+            weights, states = trainer.model.state_dict(), trainer.optimizer.state_dict()["state"]
+            assert all(alike(x, saved["model"][name]) for name, x in weights.items()), seed
+            for number, found in states.items():
+                own = saved["optimizer"]["state"][number]
+                assert all(alike(x, own[name]) for name, x in found.items()), seed
+    assert 0 < loaded < 100
 
 
 def test_a_state_that_the_optimizer_has_no_use_for_is_refused(tmp_path):

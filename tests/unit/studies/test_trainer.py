@@ -19,7 +19,7 @@ from steadygrad.studies.advise.schema import Point
 from steadygrad.studies.advise.trials import TRIALS, branch, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.folder import RunError
+from steadygrad.studies.folder import RunError, create
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 from steadygrad.studies.trainer import Diverged
@@ -104,7 +104,8 @@ def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypat
     monkeypatch.setitem(TRIALS, "point", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
     header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
-    place = workplace(header, {}, tmp_path, trainer)
+    create(tmp_path / "run", header)
+    place = workplace(header, {}, tmp_path / "run", trainer)
     for samples in (60, 8):
         work_on({"kind": "point", "samples": samples}, place)
     assert sizes == [64, 32, 16, 64]

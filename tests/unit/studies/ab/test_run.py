@@ -15,9 +15,8 @@ from steadygrad.cli import main
 from steadygrad.studies.ab.schema import Arm, Comparison, Run, Summary
 from steadygrad.studies.ab.trials import arms_of
 from steadygrad.studies.ab.words import table
-from steadygrad.studies.folder import read_run
+from steadygrad.studies.folder import read_run, summarize
 from steadygrad.studies.page import render
-from steadygrad.studies.summary import summarize
 from tests.unit.cli.quick import ROOT, program
 from tests.unit.studies import tiny_task
 from tests.unit.studies.ab import functions

@@ -15,9 +15,8 @@ from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.advise.schema import Flat, Larger, Point, Summary, Unfinished
-from steadygrad.studies.folder import Results
+from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.sequential import LOOKS
-from steadygrad.studies.strict_json import dumps
 from tests.unit.studies.advise.events import (
     LENGTH,
     branches,

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from steadygrad.noise import BatchSizeSchedule
 from steadygrad.studies.advise import page, schema, words
+from steadygrad.studies.folder import summarize
 from steadygrad.studies.page import render
-from steadygrad.studies.summary import summarize
 from tests.unit.report.conftest import made_run, no_charts  # noqa: F401
 
 INF = math.inf

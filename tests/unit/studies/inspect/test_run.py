@@ -6,12 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from steadygrad.studies.folder import read_run
+from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.inspect import plan, scalers
 from steadygrad.studies.inspect.schema import Accumulation, Effect, Forward, Proposal
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.studies.page import render
-from steadygrad.studies.strict_json import dumps
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, lines, tiny
 from tests.unit.studies.inspect.runs import Watcher, look, parts_of, spec
