@@ -5,9 +5,14 @@ PYTHON ?= python3
 STEPS  ?= 1000000
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Kernels as for a processor without AVX and FMA, which round otherwise: those of torch, its MKL and oneDNN, of NumPy
+# and its OpenBLAS, of the C library, and the compiled loops. NumPy refuses names of kernels that it does not have.
+OTHER  := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Prescott \
+	GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4 NUMBA_CPU_NAME=generic OMP_NUM_THREADS=1 \
+	NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c 'import numpy; print(*numpy.show_config("dicts")["SIMD Extensions"].get("found", []))')"
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: advise compare test test-slow test-integrations fuzz lint types check contents docs docs-links bench gpu clean
+.PHONY: advise compare test test-portable test-slow test-integrations fuzz lint types check contents docs docs-links bench gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "steadygrad needs Python 3.10 or newer, found " + sys.version.split()[0] + ". Remedy: make PYTHON=/path/to/python3.12")'
@@ -24,6 +29,9 @@ compare: $(VENV)/.installed  ## tune AdamW, ScaledAdam and LANS alike, judge the
 
 test: $(VENV)/.installed  ## all tests but the slow ones, in about two minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" --ignore tests/integrations
+
+test-portable: $(VENV)/.installed  ## the same with the kernels of another processor, which round otherwise
+	$(OTHER) $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" --ignore tests/integrations
 
 test-slow: $(VENV)/.installed  ## the slow rest: several processes, compilers, statistics of many replicates
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow --ignore tests/integrations

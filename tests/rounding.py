@@ -8,12 +8,14 @@ measure, nor is a fixed number; the largest element of its tensor is.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-__all__ = ["ROUNDINGS", "assert_alike"]
+__all__ = ["ROUNDINGS", "assert_alike", "assert_close"]
 
 # Of 3000 random orders of each of those inner products, added up in 1 to 32 lanes, the two that are
 # farthest apart are so by 9 roundings of the tensor's largest element.
@@ -58,3 +60,16 @@ def assert_alike(
             atol=roundings * eps * scales[name, b.dtype],
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+def assert_close(found: Any, known: Any, place: str = "", **close: float) -> None:
+    """Two nests are equal, but for floats, which ``pytest.approx`` compares."""
+    if isinstance(known, (Mapping, list, tuple)):
+        pairs = [dict(x if isinstance(x, Mapping) else enumerate(x)) for x in (found, known)]
+        assert {*pairs[0]} == {*pairs[1]}, place
+        for name, value in pairs[1].items():
+            assert_close(pairs[0][name], value, f"{place}/{name}", **close)
+    elif isinstance(known, float):
+        assert found == pytest.approx(known, nan_ok=True, **close), place
+    else:
+        assert found == known, place

@@ -11,6 +11,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.estimate import empty_ring, estimate_from, push, skipped_in
+from tests.rounding import assert_close
 from tests.unit.noise.training_loop import (
     COUNTS,
     Preconditioned,
@@ -335,7 +336,8 @@ def test_an_overflowed_step_is_left_out_and_counted():
     noise.step()
     selected = pytest.approx(1 / 1.99)
     expected = {**before, "age": 1.0, "skipped": 1, "selected": selected}
-    assert noise.estimate().as_dict() == expected
+    # The one measurement's weight, 0.99 now, is divided out again: a rounding where numbers cancel.
+    assert_close(noise.estimate().as_dict(), expected, rel=1e-12)
     assert (before["measurements"], left_out(noise)) == (1, (1, 0))
 
 
