@@ -66,7 +66,7 @@ CEILINGS = {
     "studies": 3637,
     "studies/advise": 2288,
     "studies/compare": 2128,
-    "studies/inspect": 1353,
+    "studies/inspect": 1288,
     "studies/ab": 974,
     "tasks": 1701,
     "noise": 2559,

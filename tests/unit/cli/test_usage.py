@@ -19,7 +19,7 @@ OTHERS = ["report", "tasks", "init", "doctor"]
 OWN = {
     "advise": {"tolerance"},
     "compare": {"optimizers", "add"},
-    "inspect": {"steps", "accumulation"},
+    "inspect": {"steps"},
     "ab": {"metric", "task"},
 }
 

@@ -79,13 +79,6 @@ residual = partial(make_task, make_model=lambda: Net(residual=True, explodes=Tru
 healthy = partial(make_task, make_model=lambda: Net(residual=True, explodes=False))
 
 
-def batch_norm() -> Task:
-    """A sample's loss depends on the others in its batch."""
-    return make_task(
-        make_model=lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-    )
-
-
 def wide_net() -> nn.Module:
     first, middle = nn.Linear(8, 32), nn.Linear(32, 32)
     return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, 1))

@@ -22,14 +22,12 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         verdict = _verdict(phases[BEFORE], found, proposal)
         # Where no gradient was finite there is nothing to propose.
         proposal = None if verdict == "unseen" else replace(proposal, code=words.code(proposal))
-    checked = results.get(schema.Accumulation)
     short = header.settings.steps is None and header.plan.steps < STEPS
     findings = (
         schema.Verdict(verdict=verdict),
         None if status == "complete" else schema.Unfinished(),
         _forward(phases) if found.forward else None,
         *_effects(found, "nonfinite_at_any_scale"),
-        schema.Accumulated(bugs=tuple(c for c in checked.cuts if c.bug)) if checked else None,
         schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,
         schema.Shortened(steps=header.plan.steps) if short else None,
         *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),

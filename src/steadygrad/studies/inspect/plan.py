@@ -38,10 +38,9 @@ def make_plan(
     return replace(plan, work=sum(trial.cost for trial in trials))
 
 
-def make_trials(plan: Plan, valid_size: int, *, accumulation: bool = False) -> list[Trial]:
+def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
     """All trials, in the order in which they are recorded; one evaluates ``valid_size`` samples."""
-    check: Job = {"kind": "accumulation"}
-    found = [Trial(("accumulation",), 0, lambda _: check, "accumulation")] * accumulation
+    found: list[Trial] = []
     measured = tuple(("part", phase, part) for phase in (BEFORE, SEARCH) for part in range(PARTS))
     for phase in PHASES:
         first: tuple[Key, ...] = measured if phase == AFTER else ()

@@ -26,12 +26,9 @@ ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
     f"Default: {STEPS}, or as many as the budget has time for."
 )
-ABOUT_ACCUMULATION = (
-    "Check as well that the gradient is the same however a batch is cut into micro-batches."
-)
 
 # For `--help`.
-EXAMPLE = "steadygrad inspect digits-deep --steps 400 --accumulation"
+EXAMPLE = "steadygrad inspect digits-deep --steps 400"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,6 @@ class Settings(schema.CommonSettings):
     """Settings of ``steadygrad inspect``."""
 
     steps: Annotated[int, Meta(ge=LEAST_STEPS, le=1 << 40, description=ABOUT_STEPS)] | None = None
-    accumulation: Annotated[bool, Meta(description=ABOUT_ACCUMULATION)] = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,24 +117,7 @@ class Phase(Result, frozen=True, tag="phase"):
     valid_loss: float | None
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of cutting a batch, as :class:`steadygrad.watch.accumulation.Window` describes it."""
-
-    name: str
-    sizes: tuple[Positive, ...]
-    ratio: float
-    cosine: float
-    bug: str
-    words: str
-
-
-class Accumulation(Result, frozen=True, tag="accumulation"):
-    """Gradients of one batch, cut in several ways."""
-
-    cuts: tuple[Cut, ...]
-
-
-RESULTS = Part | Phase | Accumulation
+RESULTS = Part | Phase
 
 
 def check(header: Header, result: Any) -> tuple[str, str] | None:
@@ -254,12 +233,6 @@ class Forward(Finding, frozen=True, tag="forward"):
     steps: int
 
 
-class Accumulated(Finding, frozen=True, tag="accumulated"):
-    """Whether a gradient is that of the whole batch however it is cut; ``bugs``: cuts with one."""
-
-    bugs: tuple[Cut, ...]
-
-
 class Remedy(Finding, frozen=True, tag="remedy"):
     """The proposed scales, and their validation loss beside that of one loss scale."""
 
@@ -273,7 +246,7 @@ class Effect(Finding, frozen=True, tag="effect"):
     layers: dict[str, float]
 
 
-Findings = Verdict | Unfinished | Shortened | Forward | Accumulated | Remedy | Effect
+Findings = Verdict | Unfinished | Shortened | Forward | Remedy | Effect
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):

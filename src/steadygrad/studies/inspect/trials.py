@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from steadygrad.scale import MeasuredExponents
@@ -23,11 +22,9 @@ from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 from steadygrad.studies.workplace import Workplace
-from steadygrad.tasks import to_device
-from steadygrad.watch import GradientWatch, check_accumulation
+from steadygrad.watch import GradientWatch
 
 # Micro-batches of a window, and samples of the smallest batch that is cut.
-MICRO_BATCHES, LEAST_SAMPLES = 4, 8
 # One loss scale to begin with. A forward pass that overflows is a finding.
 TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales}
 
@@ -41,8 +38,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The parts of each phase, and an evaluation after the first phase and the last."""
-    accumulation = header.settings.accumulation
-    return make_trials(header.plan, header.task.valid_size, accumulation=accumulation)
+    return make_trials(header.plan, header.task.valid_size)
 
 
 def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **scales: Any) -> Part:
@@ -84,33 +80,7 @@ def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) 
     return schema.Phase(phase=phase, valid_loss=loss if math.isfinite(loss) else None)
 
 
-def accumulation(plan: Plan, place: Workplace) -> schema.Accumulation:
-    """Compares the first samples' gradient with its accumulation over micro-batches, in float32."""
-    trainer, task = place.trainer, place.trainer.task
-    trainer.restart()
-    trainer.seed_everything("accumulation")
-    count = min(max(LEAST_SAMPLES, plan.batch_size), len(task.train))
-
-    def mean(model: nn.Module, indices: Tensor) -> Tensor:
-        return task.per_sample_loss(model, to_device(task.train.batch(indices), model)).mean()
-
-    def by_samples(micros: Sequence[Tensor]) -> None:
-        total = sum(map(len, micros))
-        for micro in micros:
-            torch.autograd.backward(mean(trainer.model, micro) * (len(micro) / total))
-
-    found = check_accumulation(
-        trainer.model,
-        mean,
-        torch.arange(count),
-        accumulate=by_samples,
-        micro_batches=MICRO_BATCHES,
-    )
-    cuts = msgspec.convert(found.windows, tuple[schema.Cut, ...], from_attributes=True)
-    return schema.Accumulation(cuts=cuts)
-
-
-TRIALS = {"part": part, "phase": phase, "accumulation": accumulation}
+TRIALS = {"part": part, "phase": phase}
 
 
 def _enter(

@@ -103,11 +103,6 @@ def _remark(found: schema.Findings, s: Summary) -> str:
                 parts = "train this part in bfloat16 or float32"
                 remedy = f"{parts}, or look for what makes its values so large"
             return f"{said[0].upper()}{said[1:]}: {remedy}."
-        case schema.Accumulated(bugs=()):
-            same = "the gradient is that of the whole batch"
-            return f"Accumulated over micro-batches of any size, {same}."
-        case schema.Accumulated():
-            return " ".join(f"Accumulation over {cut.name}: {cut.words}" for cut in found.bugs)
         case schema.Remedy():
             assert s.proposal is not None
             said = f"torch.amp.GradScaler(init_scale={_python(s.proposal.loss_scale)})"

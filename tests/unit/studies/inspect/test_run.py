@@ -8,7 +8,7 @@ import torch
 
 from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.inspect import plan, scalers
-from steadygrad.studies.inspect.schema import Accumulation, Effect, Forward, Proposal
+from steadygrad.studies.inspect.schema import Effect, Forward, Proposal
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.studies.page import render
 from steadygrad.tasks import load_task
@@ -135,16 +135,6 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path
     assert 0 < count < 64
     assert ("NaN is in the batch" in cause) == nan
     assert found.diagnosis.nonfinite_at_any_scale == {}
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("factory", "bug"), [("healthy", ""), ("batch_norm", "batch")])
-def test_accumulation(factory, bug, tmp_path):
-    run = read_run(look(tmp_path / "run", spec(factory), accumulation=True).folder)
-    (found,) = run.select(Accumulation)
-    assert [cut.bug for cut in found.cuts] == ([bug] if bug else [""] * 4)
-    (said,) = [x for x in run.summary["findings"] if x["kind"] == "accumulated"]
-    assert len(said["bugs"]) == bool(bug)
 
 
 @pytest.mark.slow
