@@ -143,12 +143,10 @@ class Trainer:
 
     def _begin(self, state: State) -> None:
         """Begins with a new optimizer, or continues with that of a state."""
-        make = partial(self.task.optimizer, self.model)
-        self.optimizer = optimizer_of(make, self.task.lr, "Task.make_optimizer")
+        self._renew_optimizer()
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         self.scaler = self.scaling(self.model)
-        self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
         if state.scaler:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
         if state.optimizer:
@@ -161,6 +159,11 @@ class Trainer:
         # Of steps whose losses were not read yet, and of those that were.
         self._losses: list[tuple[Tensor, Tensor]] = []
         self._looked_at: list[float] = []
+
+    def _renew_optimizer(self) -> None:
+        make = partial(self.task.optimizer, self.model)
+        self.optimizer = optimizer_of(make, self.task.lr, "Task.make_optimizer")
+        self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
 
     def restart(self, repeat: int = 0) -> None:
         """Goes back to a fresh model, each repeat with weights of its own, or to ``Task.start``."""
@@ -223,10 +226,12 @@ class Trainer:
     def check_rate(self) -> None:
         """Refuses an optimizer that sets its own rate: steps at two of them move weights alike."""
         self.scaler.update(1.0)  # so that no step overflows
-        size, begin = self.task.batch_size, replace(self.state(0), optimizer={})
+        size, begin = self.task.batch_size, self.state(0)
 
         def weights(steps: int, factor: float = 1.0) -> list[Any]:
-            self.load(begin)
+            # Not a new scaler: for its hooks a compiled model would be compiled anew.
+            self.context.load_model(self.model, begin.model)
+            self._renew_optimizer()
             self.seed_everything("rates")
             for number in range(steps):
                 self.set_rate(Rate(factor=factor), size * (number + 0.5))
@@ -237,7 +242,8 @@ class Trainer:
         # The first step of some moves no weight.
         if weights(1) == weights(1, 1e-3) and weights(3) == weights(3, 1e-3) != weights(0):
             self.set_rate.check("the same weights with a thousandth of the rate")
-        self.load(begin)
+        weights(0)
+        self._losses.clear()
 
     def _find_company(self) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
