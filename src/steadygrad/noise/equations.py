@@ -95,7 +95,7 @@ def is_altered(
     return distance > (ROUNDINGS * unit) ** 2 * squares
 
 
-def differ(total: Tensor, squares: Tensor, processes: int) -> Tensor:
+def copies_differ(total: Tensor, squares: Tensor, processes: int) -> Tensor:
     """Whether processes had other numbers, from their sum ``(n)`` and the sum of their squares.
 
     The result has shape ``()``, and is false where a number is not finite.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, check_type
 from steadygrad.distributed import World, fsdp_modules
-from steadygrad.noise.equations import SignalNoise, differ, from_part_sums
+from steadygrad.noise.equations import SignalNoise, copies_differ, from_part_sums
 from steadygrad.noise.witness import Witness
 from steadygrad.numerics import exact, wide
 from steadygrad.shards import is_sharded, local, replicas
@@ -227,8 +227,8 @@ class Sums:
         sums, seen = self.world.sum(packed).tensor_split([len(here)])
         a, c, d, copied = sums[:4]
         parts, mean = sums[4:].view(2, self._groups)
-        apart = differ(mean, copied, self.world.size)
-        kept = self.witness.judge(seen, torch.isfinite(sums).all(), apart)
+        unequal = copies_differ(mean, copied, self.world.size)
+        kept = self.witness.judge(seen, torch.isfinite(sums).all(), unequal)
         measured = from_part_sums(parts / a, mean / (a * a), c / a, d / (a * a))
         left_out = torch.where(torch.isfinite(a), torch.nan, torch.inf)
         return tuple(torch.where(kept, x, left_out) for x in measured)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.distributed import World
-from steadygrad.noise.equations import differ, is_altered
+from steadygrad.noise.equations import is_altered
 from steadygrad.shards import first_shard, replicas
 
 # Clipping, a loss scale or leftover gradients change every element, so these numbers of parameters
@@ -53,8 +53,7 @@ class Witness:
             index = torch.tensor(each, dtype=torch.int64, device=zero.device)
             # One over the number of processes that hold a copy; zero on the others.
             shares = zero.new_tensor([self._shards[slot].here / copies[slot] for slot in each])
-            copied = torch.tensor([copies[slot] == world.size for slot in each], dtype=torch.bool)
-            self._turns.append((chosen, index, shares, copied.to(zero.device)))
+            self._turns.append((chosen, index, shares))
         self.count = torch.zeros((), dtype=torch.int64, device=zero.device)
         self._ever = torch.zeros((), dtype=torch.bool, device=zero.device)
         self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=zero.is_cuda)
@@ -64,7 +63,7 @@ class Witness:
 
     def turn(self, step: int) -> None:
         """Looks at the parameters whose turn it is, on all processes the same."""
-        self._slots, self._index, self._shares, self._copied = self._turns[step % len(self._turns)]
+        self._slots, self._index, self._shares = self._turns[step % len(self._turns)]
 
     def clear(self) -> None:
         """Starts a new step."""
@@ -97,7 +96,7 @@ class Witness:
     def column(
         self, gradients: Mapping[int, Tensor], multiple: float, scale: Tensor | float
     ) -> Tensor:
-        """This process's sums, to be added up over all processes, with shape ``(2 n + 2)``.
+        """This process's sums, to be added up over all processes, with shape ``(2 n + 1)``.
 
         ``multiple`` is the gradient summed over what the processes saw, over ``.grad``, and
         ``scale`` the loss scale that is still in it, one or each slot's.
@@ -110,22 +109,19 @@ class Witness:
         limits = [torch.finfo(dtype) for dtype in self._types]
         least = max((it.smallest_normal * it.eps for it in limits), default=0.0)
         coarse = torch.zeros_like(held) + (least / self._unit() / scale) ** 2 * max(self._parts, 1)
-        copies = self._of_copies(held).square().sum()
-        squares = torch.stack([self._squares + coarse.sum(), copies])
+        squares = (self._squares + coarse.sum()).view(1)
         return torch.cat([self._seen.expand_as(held), held, squares])
 
-    def judge(self, sums: Tensor, finite: Tensor, apart: Tensor) -> Tensor:
+    def judge(self, sums: Tensor, finite: Tensor, unequal: Tensor) -> Tensor:
         """Whether the step can be kept, from the sums over all processes; waits for no device.
 
-        ``apart`` says that copies differ elsewhere. Counts a step whose ``.grad`` is not the parts'
-        sum, or not alike, and warns of the first. One that is not finite is left out anyway, and
-        says nothing of its gradients.
+        Counts a step whose ``.grad`` is not the parts' sum, or ``unequal`` on processes that hold
+        copies, and warns of the first. One that is not finite is left out anyway, and says nothing
+        of its gradients.
         """
-        seen, held = sums[:-2].view(2, len(self._index))
-        squares, copies = sums[-2:]
-        altered = is_altered(seen, held, squares, self._unit(), self._world.size)
-        altered = altered | differ(self._of_copies(held), copies, self._world.size) | apart
-        altered = altered & finite
+        seen, held = sums[:-1].view(2, len(self._index))
+        altered = is_altered(seen, held, sums[-1], self._unit(), self._world.size)
+        altered = (altered | unequal) & finite
         self.count += altered
         if not self._warned:
             self._ever |= altered
@@ -135,10 +131,6 @@ class Witness:
             if self._warned:
                 warnings.warn(_ALTERED, stacklevel=6)
         return finite & ~altered
-
-    def _of_copies(self, held: Tensor) -> Tensor:
-        """Elements of which every process holds a copy, zero for others."""
-        return torch.where(self._copied, held, 0.0)
 
     def _unit(self) -> float:
         """Largest unit roundoff of the compared gradients' types, and of their reduction."""

@@ -417,8 +417,8 @@ class ShardedOptimizer(StatefulOptimizer):
 
         Args:
             top: How many parameters to name in each list.
-            grad_scale: Loss scale that is still in the gradients: ``scaler.get_scale()`` where
-                ``scaler.unscale_(optimizer)`` has not been called.
+            grad_scale: Loss scale that is still in the gradients where ``unscale_(optimizer)`` has
+                not been called: torch's ``get_scale()``, or a layer-wise ``get_scales()[""]``.
 
         Returns:
             A dictionary of plain numbers for each group.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadygrad._checks import InputError
-from steadygrad.optim.state import StateField, as_tensor, check_outline
+from steadygrad.optim.state import StateField, as_tensor, check_outline, damaged
 
 
 def unstack(
@@ -63,10 +63,7 @@ def _unstack_group(
                 continue
             axis = 1 if field.length else 0
             if name != "step" and value.shape[axis : axis + 1] != shape[:1]:
-                raise InputError(
-                    f"Expected a `{name}` with {len(members)} rows at parameter {first} of the "
-                    f"state. Found {tuple(value.shape)}. Remedy: a checkpoint that is not damaged."
-                )
+                raise damaged(name, f"of {len(members)} parameters", tuple(value.shape))
             for row, place in enumerate(members):
                 if name == "step":
                     found[place][name] = value

@@ -29,17 +29,20 @@ class _FactorLR(LRScheduler):
         return [base * factor for base, _ in zip(self.base_lrs, groups, strict=True)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state: of what this schedule has itself, as torch of another release has more.
+        """Loads a state; torch of another release may keep more, or less, for itself.
 
         Raises:
             InputError: If it is damaged; then nothing has changed.
         """
         check_type("state_dict", state_dict, Mapping, "what state_dict() returned")  # type: ignore[type-abstract]
-        own = {k: v for k, v in self.state_dict().items() if k in state_dict}
+        like = self.state_dict()
+        kept = {k: x for k, x in state_dict.items() if k in like}
+        own = {k: x for k, x in like.items() if k in kept or not k.startswith("_")}
+        # Tensors and numbers stand for one another.
         for name in {"base_lrs", "_last_lr"} & {*own}:
-            own[name] = [x if isinstance(x, Tensor) else float(x) for x in own[name]]
-        kept = {name: state_dict[name] for name in own}
-        check_state("state_dict", kept, own, low=0, high=_MOST, bounds=_BOUNDS)
+            own[name] = [0.0 for _ in own[name]]
+        plain = {k: [*map(_plain, x)] if isinstance(x, list) else x for k, x in kept.items()}
+        check_state("state_dict", plain, own, low=0, high=_MOST, bounds=_BOUNDS)
         super().load_state_dict(kept)
 
     def _write(self) -> None:
@@ -114,6 +117,11 @@ class WarmupHoldDecay(_FactorLR):
         if step < warmup + self.hold_steps:
             return 1.0
         return (total - step) / (total - warmup - self.hold_steps)
+
+
+def _plain(rate: Any) -> Any:
+    is_one = isinstance(rate, Tensor) and rate.numel() == 1 and rate.is_floating_point()
+    return float(rate) if is_one else rate
 
 
 def _length(name: str, value: float, total_steps: int) -> float:

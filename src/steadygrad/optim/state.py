@@ -319,12 +319,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             field, value = self._field(name), state[name]
             if value.shape != (shape := field.shape(parameter, group)):
                 whose = "the parameter's " if field.elementwise else ""
-                raise _damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
+                raise damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
             # Codes without scales, or scales of numbers, would be taken for what they are not.
             is_code = name in scales or name + EXPONENTS in state
             if is_code is not (value.dtype is torch.uint8):
                 kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                raise _damaged(name, f"of {kind}", f"{value.dtype}")
+                raise damaged(name, f"of {kind}", f"{value.dtype}")
             if not is_code or field.scales:
                 # In the type that it is kept in, where a larger number is infinite.
                 own = local(value).detach().to(self._dtype_of(name, parameter, group))
@@ -390,7 +390,7 @@ def as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
         is_number = value.dtype is not torch.bool and not value.is_complex()
         if is_dense and is_number and (parameter.is_meta or not value.is_meta):
             return value
-    raise _damaged(name, "that is a number, or a dense tensor with values", shown(value))
+    raise damaged(name, "that is a number, or a dense tensor with values", shown(value))
 
 
 def _check_values(name: str, value: Tensor, field: StateField) -> None:
@@ -399,10 +399,11 @@ def _check_values(name: str, value: Tensor, field: StateField) -> None:
         # A comparison with NaN is false.
         if not field.low <= least <= largest <= field.high:
             wanted = f"of numbers from {field.low:g} to {field.high:g}"
-            raise _damaged(name, wanted, f"values from {least:g} to {largest:g}")
+            raise damaged(name, wanted, f"values from {least:g} to {largest:g}")
 
 
-def _damaged(name: str, expected: str, found: Any) -> InputError:
+def damaged(name: str, expected: str, found: Any) -> InputError:
+    """The error of a state that no optimizer can have saved."""
     return InputError(
         f"Expected a `{name}` {expected}. Found {found}. Remedy: load a state dict that is not "
         "damaged, of an optimizer with the same periods and parameters, in the same order."

@@ -121,7 +121,7 @@ class LayerwiseGradScaler:
         self._steps, self._measure_all = 0, False
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         # What get_scale() says.
-        self._told = self._table.scales[0].to(exact(device), copy=True)
+        self._announced = self._table.scales[0].to(exact(device), copy=True)
         self._last_nonfinite: Tensor | None = None
         self.measured: MeasuredExponents | None = None
         self._begin_step()
@@ -249,7 +249,7 @@ class LayerwiseGradScaler:
             scales, given = self._table.scales.clone(), isinstance(new_scale, Tensor)
             scales[0] = new_scale if given else check_scale("new_scale", new_scale)
             self._table.set_scales(scales)
-            self._told.copy_(scales[0])
+            self._announced.copy_(scales[0])
         elif not self._nonfinite:
             raise RuntimeError(
                 "Expected unscaled gradients. Found none. Remedy: call step(optimizer), or "
@@ -259,12 +259,12 @@ class LayerwiseGradScaler:
             nonfinite = torch.stack([*self._nonfinite.values()]).sum(dim=0) > 0
             self._table.update(self._sum.here(nonfinite), self._counts, self._auto)
             self._last_nonfinite = nonfinite
-            skipped, told, loss = nonfinite.any(), self._told, self._table.scales[0]
+            skipped, before, loss = nonfinite.any(), self._announced, self._table.scales[0]
             # Halved where another layer backed off, or a bound held the loss's scale.
-            fallen = torch.where(loss < told, loss, told / 2)
+            fallen = torch.where(loss < before, loss, before / 2)
             # Measurements lower it in steps that are taken, too.
-            kept = loss if self._auto is None else torch.maximum(told, loss)
-            told.copy_(torch.where(skipped, fallen, kept))
+            kept = loss if self._auto is None else torch.maximum(before, loss)
+            before.copy_(torch.where(skipped, fallen, kept))
             self.skipped += skipped
             self._steps += 1
         self._begin_step()
@@ -272,13 +272,10 @@ class LayerwiseGradScaler:
     def get_scale(self) -> float:
         """Returns a number that falls in each skipped step, by which trainers know it.
 
-        They leave out a step of the schedule where ``update`` lowered it. It is the loss's scale,
-        unless that moved otherwise: lower after a step that was skipped for another layer, until
-        one is taken, and higher after ``"auto"`` has lowered the loss's scale in a step that was
-        taken, until one is skipped. ``get_scales()[""]`` is always that scale. Waits for the
-        device.
+        ``get_scales()[""]`` is always the loss's scale, and this one is unless the two moved
+        otherwise. Waits for the device.
         """
-        return self._told.item() if self._table.enabled else 1.0
+        return self._announced.item() if self._table.enabled else 1.0
 
     def get_scales(self) -> dict[str, float]:
         """Returns each layer's own scale by name, the loss's by ``""``; waits for the device."""
@@ -350,7 +347,7 @@ class LayerwiseGradScaler:
         self._table.load_state_dict(state.get("layers"))
         self._steps = counts["steps"]
         self.skipped.fill_(counts["skipped"])
-        self._told.copy_(self._table.scales[0])
+        self._announced.copy_(self._table.scales[0])
         self._last_nonfinite = None
         self._audit = GraphAudit(self._layers, self._table, self._auto is not None)
         self._begin_step()

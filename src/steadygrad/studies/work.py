@@ -94,7 +94,7 @@ def work_on(job: Job, place: Workplace) -> Result:
     parameters = {name: value for name, value in job.items() if name != "kind"}
     result: Result = trainer.by_halves(lambda: trial(header.plan, place, **parameters))
     seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return msgspec.structs.replace(result, time={**result.time, **seconds})
+    return msgspec.structs.replace(result, time={**seconds, **result.time})
 
 
 @dataclass

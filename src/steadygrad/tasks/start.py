@@ -205,8 +205,10 @@ def _check_values(found: Mapping[str, Any]) -> None:
         numbers = torch.as_tensor(value if isinstance(value, (Tensor, int, float)) else 0)
         finite = bool(torch.isfinite(numbers).all())
         if not finite or (NEVER_NEGATIVE.match(name) and bool((numbers < 0).any())):
-            what = f"{name!r}, {'negative' if finite else 'not finite'} in parts"
-            raise _wrong("hold finite numbers, and squares above zero", what, "an earlier one")
+            what = f"{name!r} with {'negative numbers' if finite else 'others'}"
+            raise _wrong(
+                "hold finite numbers, and no negative squares or counts", what, "an older one"
+            )
 
 
 def _check(own: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:

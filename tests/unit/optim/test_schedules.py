@@ -139,6 +139,23 @@ def test_resume_is_exact(name, kind):
     assert advance(optimizer, schedule, 15) == want[7:]
 
 
+@pytest.mark.parametrize("kinds", [(float, torch.tensor), (torch.tensor, float)])
+def test_rates_of_a_state_may_be_tensors_or_numbers(kinds):
+    optimizers = [make_optimizer(kind(0.3)) for kind in kinds]
+    saved, loads = (WarmupHoldDecay(optimizer, 10) for optimizer in optimizers)
+    advance(optimizers[0], saved, 1)
+    loads.load_state_dict(saved.state_dict())
+    assert (loads.last_epoch, float(loads.base_lrs[0])) == (1, pytest.approx(0.3))
+
+
+def test_a_state_without_its_count_is_refused():
+    schedule = WarmupHoldDecay(make_optimizer(0.3), 10)
+    state = schedule.state_dict()
+    for name in ("last_epoch", "base_lrs", "total_steps"):
+        with pytest.raises(InputError, match=name):
+            schedule.load_state_dict({key: x for key, x in state.items() if key != name})
+
+
 def test_counters_alone_are_icefalls_own_state():
     optimizer = make_optimizer(0.5)
     schedule = Eden(optimizer, lr_batches=7, lr_epochs=2)

@@ -82,7 +82,7 @@ def run_command(
     """
     output = Output(settings.metric)
     try:
-        said = _kept(command, cwd, settings.timeout or math.inf, poll, output)
+        said = _said_by_keeper(command, cwd, settings.timeout or math.inf, poll, output)
     except OSError as error:
         raise InputError(
             f"Expected processes, a terminal and a folder for a command. Found {error}. "
@@ -93,14 +93,14 @@ def run_command(
     if not why and (code := int(said[0])):
         why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
     if not why and not isinstance(value, float):
-        found = f"{value!r}, which is no number," if value else "no number"
+        found = f"{value[:60]!r}, which is no number," if value else "no number"
         why = f"it printed {found} for {settings.metric!r}"
     if why or not isinstance(value, float):
         raise RunFailed(f"{why}, after {output.last_line!r}")
     return value, {"peak_bytes": int(said[1])}
 
 
-def _kept(
+def _said_by_keeper(
     command: str, cwd: str, limit: float, poll: Callable[[], object], output: Output
 ) -> list[str]:
     """Exit code, or None after the time limit, and peak of memory, as ``keeper.py`` says them."""
@@ -164,27 +164,31 @@ def metric_of(text: str, metric: str) -> float | str | None:
 
 def _value_of_key(text: str, key: str) -> float | str | None:
     """Of the objects of the last line that names the key, or else what follows there."""
+    text = f"\n{text}"
     # JSON may escape a letter.
     names = "|".join(map(re.escape, (key, json.dumps(key)[1:-1])))
     last = _last(re.finditer(rf"""(["'])(?:{names})\1\s*:\s*""", text))
     if last is None:
         return None
-    line = text[text.rfind("\n", 0, last.start()) + 1 :].partition("\n")[0]
-    found, start, tries = _word(text, last.end()), line.find("{"), 0
-    while start >= 0 and tries < TRIES:
+    first = text.rfind("\n", 0, last.start()) + 1
+    stop = text.find("\n", last.end())
+    found, tries = _word(text, last.end()), 0
+    # An object over several lines begins one, and so may the line's own.
+    start = text.rfind("\n{", 0, first) + 1 or text.find("{", first)
+    while 0 <= start < (len(text) if stop < 0 else stop) and tries < TRIES:
         try:
-            read, end = json.JSONDecoder().raw_decode(line, start)
-            found = str(read[key]) if key in read else found
+            read, end = json.JSONDecoder().raw_decode(text, start)
+            found = str(read[key]) if key in read and end > last.start() else found
         except (ValueError, RecursionError):
             end, tries = start + 1, tries + 1
-        start = line.find("{", end)
+        start = text.find("{", max(first, end))
     return number(found)
 
 
 def number(text: str) -> float | str:
     """The number that a text is, but for signs and a unit around it; else the text."""
-    around = "\"'`()[]{}<>,:;|*% \t"
-    plain = text.lstrip(around).rstrip(f"{around}.")
+    around = "\"'`()[{]}<>,:;|*% \t"
+    plain = text.lstrip(around.replace("[{", "")).rstrip(f"{around}.")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?", plain):
         plain = plain.replace(",", "")
     with suppress(ValueError):
@@ -198,7 +202,7 @@ def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
 
 def _word(text: str, start: int) -> str:
     """What stands there, to the next blank."""
-    return text[start : start + 40].lstrip().partition("\n")[0].partition(" ")[0]
+    return text[start : start + 400].lstrip().partition("\n")[0].partition(" ")[0]
 
 
 def _in_parts(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -150,7 +151,8 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
     settings, context = place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
     number = pair + 1000 * arm * (plan.arms[arm] == plan.arms[0])
-    seed, value, failure, took, again = settings.seed + number, None, "", dict[str, int](), None
+    seed, value, failure, again = settings.seed + number, None, "", None
+    took: Mapping[str, float] = {}
     # The kind of error that is the arm's own.
     fault = Diverged if isinstance(own, Task) else RunFailed if isinstance(own, str) else InputError
     try:
@@ -160,7 +162,9 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
             command, cwd = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
             value, took = run_command(command, cwd, settings, context.poll)
         else:
+            began = time.monotonic()
             value = _called(place, own, seed, number)
+            took = {"seconds": round(time.monotonic() - began, 3)}
             again = _called(place, own, seed, number) if pair == 0 else None
         # Squares of others would be zero or infinite.
         value = value if not abs(value) < 1e-100 else 0.0

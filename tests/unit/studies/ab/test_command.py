@@ -52,6 +52,11 @@ PRINTED = [
         ('{"x": 0.5, "y": {"x": 2}} and more', "x", 0.5),
         ('{"x": 1} {"x": 0.5}{', "x", 0.5),
         ('epoch {1}: {"x": 0.5}', "x", 0.5),
+        ('{\n "x": 0.5,\n "best": {\n  "x": 0.4\n }\n}\ndone', "x", 0.5),
+        ('{"x": 1}\n{not\n"x": 0.5', "x", 0.5),
+        ("{'x': [0.25, 0.75]}", "x", "[0.25,"),
+        ("x=" + "1" * 49 + ".0", r"x=(\d+)", "1" * 49 + ".0"),
+        ("7\n" + "a" * 1023 + "\n5" + "a" * 1500, r"^(\d+)$", 7.0),
         ('{"x": 1}\n{"x": null}', "x", "None"),
         ('{"x": 1}\n{"x": [1, 2]}', "x", "[1, 2]"),
         ('{"\\u00e9": 2}', "é", 2.0),
@@ -100,6 +105,14 @@ def test_what_is_kept_of_the_output_is_little_and_the_last_match_is_of_all(metri
 def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
     (tmp_path / "here").write_text("x=3.5")
     assert run("cat here 1>&2", tmp_path)[0] == 3.5
+
+
+@pytest.mark.slow
+def test_a_pattern_that_may_begin_anywhere_is_tried_on_parts_of_a_long_line():
+    """On the whole line it would be tried for an hour."""
+    output = Output(r".*x=(\S+)")
+    output.add(b"x=7 " + b"." * (1 << 20) + b" x=0.5")
+    assert output.read() == 0.5
 
 
 @pytest.mark.parametrize("last", ["out", "err"])
