@@ -67,7 +67,7 @@ CEILINGS = {
     "studies/advise": 2288,
     "studies/compare": 2128,
     "studies/inspect": 1288,
-    "studies/ab": 983,
+    "studies/ab": 1053,
     "tasks": 1703,
     "noise": 2551,
     "balance": 1206,

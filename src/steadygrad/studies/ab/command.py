@@ -1,5 +1,6 @@
 """Runs shell commands to their end, and reads the metric in their output."""
 
+import ast
 import codecs
 import json
 import math
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import tty
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,8 +31,9 @@ WINDOW, KEPT, HALF = 1 << 20, 1 << 16, 1 << 10
 ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-Z\\^-~])"
 )
-# How a number goes on after a match, as 1,522.34 does after its 1.
-DIGITS, THOUSANDS = r"\.?\d|[eE][-+]?\d", "[,_'\u2019\u00a0\u2009\u202f]\\d"
+# How a number goes on after a match, as 1,522.34 and 1.5k do, and what is part of it before one.
+DIGITS, THOUSANDS = r"\.?\d|[eE][-+]?\d|[xX:]\d|[kKMGTB]\b", "[,_'\u2019\u00a0\u2009\u202f]\\d"
+BEFORE = re.compile(r"(?:[.\d]|(?<!\w)[-+]|\d[,_'\u2019](?=#\d{3}(?:\D|\Z)))#")
 TRIES = 8  # of braces before a line's JSON
 
 
@@ -60,7 +63,9 @@ class Output:
         text = re.sub(r"\r+\n?", "\n", ESCAPES.sub("", text))
         found = metric_of(text, self._metric)
         self._found = self._found if found is None else found
-        self._text = text[-KEPT:]
+        # From the end of a line on: a match that is cut is another one.
+        cut = text.find("\n", len(text) - KEPT) if len(text) > KEPT else 0
+        self._text = text[cut if cut >= 0 else -KEPT :]
         return self._found
 
     @property
@@ -157,9 +162,11 @@ def metric_of(text: str, metric: str) -> float | str | None:
     if last is None or last[1] is None:
         return last and last[0]
     first = last.start(1)
-    began = first == last.start() and text[first - 1 : first] in [*"-+.0123456789"]
+    before = re.findall(r"[-+.,_'\u2019\w]*\Z", text[max(0, first - 40) : first])[0]
     goes_on = re.compile(DIGITS if "." in last[1] else f"{DIGITS}|{THOUSANDS}")
-    return _word(text, first) if began or goes_on.match(text, end) else number(last[1])
+    if goes_on.match(text, end) or BEFORE.search(f"{before}#{last[1]}"):
+        return f"{before}{_word(text, first)}"
+    return number(last[1])
 
 
 def _value_of_key(text: str, key: str) -> float | str | None:
@@ -171,18 +178,28 @@ def _value_of_key(text: str, key: str) -> float | str | None:
     if last is None:
         return None
     first = text.rfind("\n", 0, last.start()) + 1
-    stop = text.find("\n", last.end())
+    stop = text.find("\n", last.end()) % (len(text) + 1)
     found, tries = _word(text, last.end()), 0
     # An object over several lines begins one, and so may the line's own.
     start = text.rfind("\n{", 0, first) + 1 or text.find("{", first)
-    while 0 <= start < (len(text) if stop < 0 else stop) and tries < TRIES:
+    while 0 <= start < stop and tries < TRIES:
         try:
-            read, end = json.JSONDecoder().raw_decode(text, start)
+            read, end = _object(text, start, stop)
             found = str(read[key]) if key in read and end > last.start() else found
-        except (ValueError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             end, tries = start + 1, tries + 1
         start = text.find("{", max(first, end))
     return number(found)
+
+
+def _object(text: str, start: int, stop: int) -> tuple[Any, int]:
+    """An object of JSON, or a dictionary as Python prints it in a line, and its end."""
+    with suppress(ValueError):
+        return json.JSONDecoder().raw_decode(text, start)
+    end = text.rfind("}", start, stop) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is no dictionary
+        return ast.literal_eval(text[start:end]), end
 
 
 def number(text: str) -> float | str:
@@ -207,8 +224,11 @@ def _word(text: str, start: int) -> str:
 
 def _in_parts(text: str) -> str:
     """The text with overlapping parts in place of a long line."""
-    return "\n".join(
-        line[at : at + 2 * HALF]
-        for line in text.split("\n")
-        for at in range(0, max(1, len(line) - HALF), HALF)
-    )
+    parts = []
+    for line in text.split("\n"):
+        parts.append(line[: 2 * HALF])
+        for at in range(HALF, len(line) - HALF, HALF):
+            # From a blank on: within no number, and at no line's beginning.
+            blank = line.rfind(" ", at - HALF // 2, at)
+            parts.append(line[at if blank < 0 else blank : at + 2 * HALF])
+    return "\n".join(parts)

@@ -9,7 +9,13 @@ from scipy import special
 
 from steadygrad.studies.ab import words
 from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Header, Run, Summary
-from steadygrad.studies.ab.sequence import Course, compare, pairs_needed
+from steadygrad.studies.ab.sequence import (
+    Course,
+    are_one_run,
+    compare,
+    is_one_run,
+    pairs_needed,
+)
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
 
@@ -33,7 +39,7 @@ class Evidence:
     def __init__(self, header: Header, results: Results) -> None:
         self.header, self.plan, self.runs = header, header.plan, results.select(Run)
         self.values = {(run.arm, run.pair): run.value for run in self.runs}
-        self.again = {run.arm: run.again for run in self.runs if run.again is not None}
+        self.again = [(run.arm, run.again) for run in self.runs if run.again is not None]
         arms = len(self.plan.arms)
         names = [f"B{arm}" for arm in range(1, arms)] if arms > 2 else ["B"]
         self.alpha = header.settings.alpha / (arms - 1)  # each B's, by Bonferroni
@@ -59,25 +65,27 @@ class Evidence:
 
     def doubt(self, arm: int, pairs: int) -> dict[str, Any]:
         """Why no verdict on a B would be one after so many pairs, and the arms in question."""
-        both, seen = (0, arm), {one: self.metrics(one)[0, :pairs] for one in range(len(self.names))}
-        # The rounding of a GPU is less than a tenth of the spread over seeds.
+        both, (a, b) = (0, arm), self.metrics(0, arm)[:, :pairs]
+        first = {0: a[0], arm: b[0]}
+        # Rounding, as of a GPU, is less than this part of the spread over seeds.
         state = [
             one
-            for one in both
-            if one in self.again
-            and not abs(self.again[one] - seen[one][0]) <= np.nanstd(seen[one]) / 10
+            for one, again in self.again
+            if one in both and not abs(again - first[one]) <= np.nanstd((a, b)[one > 0]) / 10
         ]
-        seed = [x for x in both if len(seen[x]) > 2 and (seen[x] == seen[x][0]).all()]
+        alone = is_one_run(a, b)[-1], is_one_run(b, a)[-1]
+        seed = [one for one, is_one in zip(both, alone, strict=True) if is_one and pairs > 2]
         shared = [
             sorted((one, other))
             for one in both
-            for other in seen
+            for other in range(len(self.names))
             if not self.plan.samples and self.plan.arms[one] != self.plan.arms[other]
-            if len(ends := self.metrics(one, other)[:, :pairs].T) > 2 and np.ptp(ends, 1).max() == 0
+            if are_one_run(*self.metrics(one, other)[:, :pairs])
         ]
         for kind, found in (("state", state), ("seed", seed), ("shared", [*shared, []][0])):
             if found:
-                return {"doubt": kind, "arms": tuple(self.names[one] for one in found)}
+                names = (self.names[one] for one in found)
+                return {"doubt": kind, "arms": tuple(dict.fromkeys(names))}
         return {}
 
     def comparison(self, arm: int) -> Comparison:

@@ -12,15 +12,18 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 ORPHANS_TO_ME = 36  # PR_SET_CHILD_SUBREAPER of Linux
+# Seconds that processes get which a command leaves, such as those that write its log.
+GRACE = 2.0
 
 
 def children() -> list[int]:
-    """This process's children: on Linux those of the command too, once their parents have ended."""
+    """On Linux this process's children, and those of the command's whose parents have ended."""
     found = []
-    for number in filter(str.isdigit, os.listdir("/proc")):
+    for number in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with suppress(OSError), open(f"/proc/{number}/stat", errors="replace") as file:
             if file.read().rpartition(")")[2].split()[1] == str(os.getpid()):
                 found.append(int(number))
@@ -31,7 +34,7 @@ def end(group: int) -> None:
     """Kills all that is left: workers of torchrun have sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    while sys.platform == "linux" and (left := children()):
+    while left := children():
         for number in left:
             os.kill(number, signal.SIGKILL)
         for number in left:
@@ -49,6 +52,11 @@ def main(command: str) -> None:
     while code is None and not select.select([0], [], [], 0.02)[0]:
         number, status = os.waitpid(-1, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if number == shell.pid else None
+    late = time.monotonic() + GRACE
+    while code is not None and children() and time.monotonic() < late:
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.02)
     end(shell.pid)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(code, peak * (1 if sys.platform == "darwin" else 1024))

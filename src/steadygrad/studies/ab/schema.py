@@ -70,10 +70,13 @@ class Header(shared.Header, frozen=True, kw_only=True):
     plan: Plan
 
 
+Metric = Annotated[float, Meta(ge=-1e100, le=1e100)]
+
+
 class Run(shared.Result, frozen=True, tag="run"):
     """One run: the metric, or why it failed; ``time`` may hold its peak of memory in bytes.
 
-    ``again`` is the metric of a function's second call with the same seed, in the first pair.
+    ``again`` is the metric of a function that is called with the first pair's seed once more.
     """
 
     key_fields = ("arm", "pair")
@@ -81,7 +84,7 @@ class Run(shared.Result, frozen=True, tag="run"):
     arm: Count
     pair: Annotated[int, Meta(ge=0, lt=1000)]
     seed: Count
-    value: float | None
+    value: Metric | None
     again: float | None = None
     failure: str = ""
 

@@ -59,6 +59,36 @@ class Course(NamedTuple):
     repeated: Any
 
 
+def values_of(metrics: Floats) -> Any:
+    """How many different values there are, after each run."""
+    known = np.tri(metrics.shape[-1], k=-1, dtype=bool)
+    again = (metrics[..., :, None] == metrics[..., None, :]) & known
+    return (~again.any(-1)).cumsum(-1)
+
+
+def typical_step(metrics: Floats) -> Any:
+    """Median difference of a run from the one before, after each; one far off moves it little."""
+    steps = np.abs(np.diff(metrics))
+    medians = [np.median(steps[..., :n], -1)[..., None] for n in range(1, metrics.shape[-1])]
+    return np.concatenate([0 * metrics[..., :1], *medians], -1)
+
+
+def is_one_run(metrics: Floats, others: Floats) -> Any:
+    """Whether metrics are those of one or two runs, repeated, but for the rounding of a GPU.
+
+    They hardly vary where ``others``, on the same seeds, do; after each run.
+    """
+    n, shifted = np.arange(1.0, 1 + metrics.shape[-1]), metrics - metrics[..., :1]
+    variance = (shifted**2).cumsum(-1) / n - (shifted.cumsum(-1) / n) ** 2
+    few = (values_of(metrics) <= 2) & (values_of(others) >= 6)
+    return few | (np.sqrt(np.maximum(variance, 0.0)) <= typical_step(others) / 100)
+
+
+def are_one_run(a: Floats, b: Floats) -> bool:
+    """Whether A and B have the same metrics, but for rounding, on three seeds or more."""
+    return len(a) > 2 and bool(np.abs(b - a).max() <= typical_step(a)[-1] / 1000)
+
+
 def compare(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Course:
     """Compares metrics pair by pair; NaN is a run that failed."""
     failed = np.logical_or.accumulate(np.isnan(a) | np.isnan(b), -1)
@@ -69,11 +99,9 @@ def compare(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Course
     mean, half = (np.where(failed, *ends) for ends in zip(of_failures, of_metric, strict=True))
     # Equal differences say something of a metric that takes no value twice, but nothing of one
     # whose seed is not used, and little of an accuracy on some samples.
-    again = (a[..., :, None] == a[..., None, :]) & np.tri(a.shape[-1], k=-1, dtype=bool)
-    varies = ~np.logical_or.accumulate(again.any(-1), -1)
-    rare = 0.9 ** np.arange(1, 1 + a.shape[-1]) <= alpha
-    same = [np.logical_and.accumulate(x == x[..., :1], -1) for x in (a, b)]
-    repeated = ~failed & (same[0] | same[1])
+    n = np.arange(1, 1 + a.shape[-1])
+    varies, rare = values_of(a) == n, 0.9**n <= alpha
+    repeated = ~failed & (is_one_run(a, b) | is_one_run(b, a))
     telling = failed | (~repeated & ((half > 0) | (varies & (rare | (mean != 0)))))
     negligible = telling & ~failed & (np.abs(mean) + half <= smallest)
     decided = negligible | (telling & (np.abs(mean) > half))

@@ -8,10 +8,10 @@ from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed, show
 
 DOUBTS = {
-    "seed": "Cannot tell: it seems that the seed does not reach {0}: all {1} gave one metric, "
-    "or it is at its bound.",
-    "shared": "Cannot tell: {0} gave the same metrics in all {1}: nothing differs, or one takes "
-    "over what the other left, such as a cache or a checkpoint.",
+    "seed": "Cannot tell: it seems that the seed does not reach {0}, whose metric hardly varies in "
+    "{1}, or it is at its bound.",
+    "shared": "Cannot tell: {0} gave the same metrics, but for rounding, in all {1}: nothing "
+    "differs, or one takes over what the other left, such as a cache or a checkpoint.",
     "state": "Cannot tell: called again with the same seed, {0} gave another metric: a run changes "
     "the next one, or chance that the seed does not set. Commands run in processes of their own.",
 }

@@ -54,7 +54,17 @@ PRINTED = [
         ('epoch {1}: {"x": 0.5}', "x", 0.5),
         ('{\n "x": 0.5,\n "best": {\n  "x": 0.4\n }\n}\ndone', "x", 0.5),
         ('{"x": 1}\n{not\n"x": 0.5', "x", 0.5),
-        ("{'x': [0.25, 0.75]}", "x", "[0.25,"),
+        ("{'x': [0.25, 0.75]}", "x", "[0.25, 0.75]"),
+        ("{'x': 0.5, 'y': {'x': 0.9}} {", "x", 0.5),
+        ("1,522.34 bpb", r"(\d+\.\d+) bpb", "1,522.34"),
+        ("1,0.34 bpb", r"(\d+\.\d+) bpb", 0.34),
+        ("x=-0.5", r"x\D*(\d+\.\d+)", "-0.5"),
+        ("x-0.5", r"x-(\d+\.\d+)", 0.5),
+        ("x=12.34", r"x.*(\d+\.\d+)", "12.34"),
+        ("x=1.5k", r"x=([\d.]+)", "1.5k"),
+        ("x=1:30", r"x=(\d+)", "1:30"),
+        ("x" * 1022 + " 12.34 bpb" + " y" * 700, r"(\d+\.\d+) bpb", 12.34),
+        ("x" * 1020 + " val_x=0.3" + " y" * 700, r"^x=(\S+)", None),
         ("x=" + "1" * 49 + ".0", r"x=(\d+)", "1" * 49 + ".0"),
         ("7\n" + "a" * 1023 + "\n5" + "a" * 1500, r"^(\d+)$", 7.0),
         ('{"x": 1}\n{"x": null}', "x", "None"),
@@ -67,7 +77,7 @@ PRINTED = [
         ("x=5.4e-06", r"x=([0-9.]+)", "5.4e-06"),
         ("x=0.54", r"x=([0-9])", "0.54"),
         ("1\n2", r"([0-9.]+)", 2.0),
-        ("-0.5", r"([0-9.]+)", "0.5"),
+        ("-0.5", r"([0-9.]+)", "-0.5"),
         ("0.5", r"(?m)^([0-9.]+)$", 0.5),
         ("1\n0.5\ntime 3", r"^([0-9.]+)$", 0.5),
         ("loss (val)=0.5", r"loss [(]val[)]=(\S+)", 0.5),
@@ -123,6 +133,11 @@ def test_what_two_streams_print_comes_in_order(last):
         for value, name in enumerate(["out", "err", "out", "err", last])
     )
     assert run(f'env -u PYTHONUNBUFFERED {sys.executable} -c "{code}"')[0] == 4
+
+
+def test_the_writer_of_a_log_comes_to_its_end():
+    """It ends after the shell that began it."""
+    assert run("bash -c 'echo x=1; echo x=2 > >(sleep 0.3; cat)'")[0] == 2
 
 
 @pytest.mark.parametrize(
