@@ -33,8 +33,6 @@ from steadygrad.studies.statistics import Floats
 PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))
 # Extra samples at the critical batch size, as in `advise`.
 CRITICAL = 0.2
-# Numbers of trials for which the expected best loss is reported.
-EFFORTS = (1, 3, 9)
 
 
 class Evidence:
@@ -143,7 +141,6 @@ class Evidence:
             tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
             plateau=plateau,
             plateau_loss=most,
-            effort=_effort(first),
             default_loss=total / DEFAULTS if len(defaults) == DEFAULTS else None,
         )
 
@@ -212,18 +209,3 @@ def _plateau(search: Search, losses: Sequence[float]) -> tuple[float, float] | N
         elif low <= most and math.isfinite(high):
             width += (most - low) / (high - low)
     return width, most
-
-
-def _effort(losses: Sequence[float]) -> dict[str, float]:
-    r"""Expected best loss of some trials, drawn without replacement from those of short runs.
-
-    Of :math:`N` sorted losses the :math:`i`-th is the best of :math:`k` with the probability
-    :math:`\binom{N - i}{k - 1} / \binom{N}{k}`. More trials than there are give the best.
-    """
-    ordered, count, found = sorted(losses), len(losses), {}
-    for trials in EFFORTS if losses else ():
-        drawn = min(trials, count)
-        ways = [math.comb(count - 1 - place, drawn - 1) for place in range(count)]
-        terms = [way * loss for way, loss in zip(ways, ordered, strict=True) if way]
-        found[str(trials)] = math.fsum(terms) / math.comb(count, drawn)
-    return found

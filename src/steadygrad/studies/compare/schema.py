@@ -313,7 +313,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         tried: Losses by rung, and by octave.
         plateau: Octaves of rates that cost at most a tenth more samples; None without any.
         plateau_loss: The largest loss there.
-        effort: Expected best loss of 1, 3 and 9 rates picked at random, in the shortest runs.
         default_loss: Mean loss at the default rate, by two of the seeds.
     """
 
@@ -326,7 +325,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     tried: dict[str, dict[str, float]]
     plateau: float | None
     plateau_loss: float | None
-    effort: dict[str, float]
     default_loss: float | None
 
 
