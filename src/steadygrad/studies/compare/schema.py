@@ -259,7 +259,6 @@ class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
         needed: Seeds that would tell in four of five cases, were the mean the true one; None where
             the verdict is known, or where no number of seeds up to eight thousand would.
         rates_limit: Whether that is due to the search for learning rates.
-        bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
     """
 
     mean: float
@@ -270,7 +269,6 @@ class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
     verdict: str
     needed: int | None = None
     rates_limit: bool = False
-    bootstrap: tuple[float, float] | None = None
 
 
 class Verdict(Difference, frozen=True, kw_only=True, tag="verdict"):
