@@ -1,9 +1,8 @@
 """From results to numbers: the verdicts, the searches and the critical batch sizes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -28,9 +27,6 @@ from steadygrad.studies.compare.statistics import choice_variance, compare_pairs
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
 
-# A plateau has the learning rates that cost at most a tenth more samples: this part of the loss's
-# fall over the next octave, on a power law with the exponent a third.
-PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))
 # Extra samples at the critical batch size, as in `advise`.
 CRITICAL = 0.2
 
@@ -124,9 +120,7 @@ class Evidence:
         tried = {rung: search.tried(name, rung) for rung in rungs}
         # On the same seeds for all, those that are at their best there included.
         defaults = self.runs(name, 1, 2, at=(0, 0)) if multiple == 1 else {}
-        first = [*tried[0].values()] if search.is_done(name, 0) else []
         fixed = name in self.plan.traits and self.plan.traits[name].own_rate
-        plateau, most = (None if fixed else _plateau(search, first)) or (None, None)
         total = sum(run.end for run in defaults.values())
         return Tuned(
             optimizer=name,
@@ -139,8 +133,6 @@ class Evidence:
             if is_done and not fixed
             else None,
             tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
-            plateau=plateau,
-            plateau_loss=most,
             default_loss=total / DEFAULTS if len(defaults) == DEFAULTS else None,
         )
 
@@ -188,24 +180,3 @@ def _time_ratio(ratio: Ratio | None, cost: Cost | None) -> Ratio | None:
     if ratio is None or cost is None:
         return None
     return Ratio(*(cost.time_ratio / value for value in (ratio.value, ratio.high, ratio.low)))
-
-
-def _plateau(search: Search, losses: Sequence[float]) -> tuple[float, float] | None:
-    """Octaves of learning rates that cost at most a tenth more samples; the largest loss there.
-
-    It is of the shortest runs, and by how much the baseline's best loss falls from there to runs
-    twice as long. Between neighbours the loss is taken to be a straight line of the rate's
-    logarithm. There is no plateau where the baseline's loss does not fall.
-    """
-    best = [min(search.tried(BASELINE, rung).values(), default=math.nan) for rung in (0, 1)]
-    fall = best[0] - best[1]
-    if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
-        return None
-    most = min(losses) + fall * PLATEAU
-    width = 0.0
-    for low, high in map(sorted, pairwise(losses)):
-        if high <= most:
-            width += 1
-        elif low <= most and math.isfinite(high):
-            width += (most - low) / (high - low)
-    return width, most

@@ -309,8 +309,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         knobs: Other options; empty for the defaults.
         interior: Whether worse rates were tried on both sides of the best one.
         tried: Losses by rung, and by octave.
-        plateau: Octaves of rates that cost at most a tenth more samples; None without any.
-        plateau_loss: The largest loss there.
         default_loss: Mean loss at the default rate, by two of the seeds.
     """
 
@@ -321,8 +319,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, float]
     interior: bool | None
     tried: dict[str, dict[str, float]]
-    plateau: float | None
-    plateau_loss: float | None
     default_loss: float | None
 
 

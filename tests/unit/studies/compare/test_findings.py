@@ -91,18 +91,15 @@ def test_tuned_settings_by_hand():
     row = found.tuned[1]
     assert (row.step, row.lr, row.interior) == (1, 2e-3, True)
     assert row.tried["0"] == {str(step): pytest.approx(abs(step - 1)) for step in (-2, -1, 0, 1, 2)}
-    # An octave of samples is 0.2 of loss, and a tenth more is 0.157 of that, on both sides.
-    assert row.plateau == pytest.approx(2 * 0.2 * (1.1 ** (1 / 3) - 1) / (1 - 0.5 ** (1 / 3)))
     # At step 0 over 128 samples, by seeds 1 and 2. AdamW's best rate is its default, so that all
     # of its seeds are known there.
     losses = {row.optimizer: row.default_loss for row in found.tuned}
     assert losses == pytest.approx({"adamw": 1.1, "lans": 2.1, "sgd": 2.1})
 
 
-def test_one_with_a_rate_of_its_own_has_no_plateau_and_no_end_of_rates():
+def test_one_with_a_rate_of_its_own_has_no_end_of_rates():
     found = summary(planned(seeds=5, traits={"lans": Traits(own_rate=True)}), by())
-    ladders = {row.optimizer: (row.plateau is None, row.interior is None) for row in found.tuned}
-    assert ladders == {"adamw": (False, False), "lans": (True, True), "sgd": (False, False)}
+    assert [row.interior for row in found.tuned] == [True, None, True]
 
 
 def test_critical_batch_sizes():
