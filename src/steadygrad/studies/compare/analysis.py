@@ -8,7 +8,6 @@ from statistics import fmean
 import numpy as np
 from msgspec.structs import asdict
 
-from steadygrad.studies.compare.plan import DEFAULTS
 from steadygrad.studies.compare.schema import (
     BASELINE,
     KNOWN,
@@ -50,13 +49,10 @@ class Evidence:
             if name in speed.time
         }
 
-    def runs(
-        self, name: str, multiple: int, rung: int, at: tuple[int, float] | None = None
-    ) -> dict[int, Run]:
-        """Runs of an optimizer's verdict, or of the default learning rate ``at`` zero, by seed."""
-        point, step = at or self.searches[multiple].tuned(name, rung)
-        key = name, multiple, self.plan.horizons[rung], point, step
-        seeds = range(1, 1 + (DEFAULTS if at else self.plan.seeds))
+    def runs(self, name: str, multiple: int, rung: int) -> dict[int, Run]:
+        """Runs of an optimizer's verdict, by seed."""
+        key = name, multiple, self.plan.horizons[rung], *self.searches[multiple].tuned(name, rung)
+        seeds = range(1, 1 + self.plan.seeds)
         return {seed: run for seed in seeds if (run := self.results.get(Run, *key, seed))}
 
     def octave(self, name: str, multiple: int) -> dict[int, float]:
@@ -118,10 +114,7 @@ class Evidence:
         # Exact, as the search's steps are whole.
         bases = (run.lr * 2.0**-run.step for run in runs if not run.repeat)
         tried = {rung: search.tried(name, rung) for rung in rungs}
-        # On the same seeds for all, those that are at their best there included.
-        defaults = self.runs(name, 1, 2, at=(0, 0)) if multiple == 1 else {}
         fixed = name in self.plan.traits and self.plan.traits[name].own_rate
-        total = sum(run.end for run in defaults.values())
         return Tuned(
             optimizer=name,
             multiple=multiple,
@@ -133,7 +126,6 @@ class Evidence:
             if is_done and not fixed
             else None,
             tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
-            default_loss=total / DEFAULTS if len(defaults) == DEFAULTS else None,
         )
 
     def critical(self, name: str) -> Critical | None:

@@ -309,7 +309,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         knobs: Other options; empty for the defaults.
         interior: Whether worse rates were tried on both sides of the best one.
         tried: Losses by rung, and by octave.
-        default_loss: Mean loss at the default rate, by two of the seeds.
     """
 
     optimizer: str
@@ -319,7 +318,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, float]
     interior: bool | None
     tried: dict[str, dict[str, float]]
-    default_loss: float | None
 
 
 class Critical(msgspec.Struct, frozen=True, kw_only=True):

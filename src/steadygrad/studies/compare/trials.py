@@ -62,7 +62,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The searches, the verdicts, and the runs at the default rates."""
+    """The searches and the verdicts."""
     return make_trials(header.plan, header.task.valid_size)
 
 

@@ -42,8 +42,8 @@ def test_a_diverging_optimizer_is_not_hidden():
     assert (row.verdict, row.mean, row.lost, row.baseline_lost) == ("worse", math.inf, 5, 0)
     assert row.losses == dict.fromkeys("12345", math.inf)
     assert row.sample_ratio is None
-    # Its ladder grew downwards: 5 + 4, 3 + 1 and 3 + 1 rates; 5 seeds twice, and 2 at the default.
-    assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10 + 2
+    # Its ladder grew downwards: 5 + 4, 3 + 1 and 3 + 1 rates; 5 seeds twice.
+    assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10
     # No rate beyond those tried is in sight.
     assert findings(found, Edge) == []
 
@@ -91,10 +91,6 @@ def test_tuned_settings_by_hand():
     row = found.tuned[1]
     assert (row.step, row.lr, row.interior) == (1, 2e-3, True)
     assert row.tried["0"] == {str(step): pytest.approx(abs(step - 1)) for step in (-2, -1, 0, 1, 2)}
-    # At step 0 over 128 samples, by seeds 1 and 2. AdamW's best rate is its default, so that all
-    # of its seeds are known there.
-    losses = {row.optimizer: row.default_loss for row in found.tuned}
-    assert losses == pytest.approx({"adamw": 1.1, "lans": 2.1, "sgd": 2.1})
 
 
 def test_one_with_a_rate_of_its_own_has_no_end_of_rates():
