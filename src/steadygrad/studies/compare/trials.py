@@ -24,7 +24,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker
 from steadygrad.tasks.guard import reason
