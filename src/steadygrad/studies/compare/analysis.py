@@ -108,12 +108,12 @@ class Evidence:
     def tuned(self, multiple: int, name: str) -> Tuned:
         """The search for one optimizer and batch size."""
         search = self.searches[multiple]
-        rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
-        point, step = search.tuned(name, search.last)
+        rungs, (point, step) = range(search.last + 1), search.tuned(name, search.last)
+        tried = {rung: search.tried(name, rung) for rung in rungs}
+        is_done = all(len(tried[rung]) == len(search.ladders(rung)[name]) for rung in rungs)
         runs = (run for run in self.results.select(Run) if run.optimizer == name)
         # Exact, as the search's steps are whole.
         bases = (run.lr * 2.0**-run.step for run in runs if not run.repeat)
-        tried = {rung: search.tried(name, rung) for rung in rungs}
         fixed = name in self.plan.traits and self.plan.traits[name].own_rate
         return Tuned(
             optimizer=name,

@@ -161,22 +161,20 @@ def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
 def _job(plan: Plan, key: Any, rung: int, results: Results) -> Job | None:
     """The training that a trial asks for; None where there is nothing to ask."""
     kind, multiple, *where, name = key
-    search, point, repeat = Search(plan, results, multiple), 0, 0
-    step: float = 0
-    if kind == "search":
+    search, repeat = Search(plan, results, multiple), 0
+    if kind == "verdict":
+        (point, step), repeat = search.tuned(name, rung), where[-1]
+    elif kind == "point":
+        if name not in KNOWN:  # without knobs it would be the same training
+            return None
+        step, point = search.best(name, 1), where[0]
+    else:
         _, number, place = where
         before = search.ladders(rung, number - 1)[name] if number else ()
         steps = [step for step in search.ladders(rung, number)[name] if step not in before]
         if place >= len(steps):
             return None
         step, point = steps[place], search.point(name) if rung == 2 else 0
-    elif kind == "point":
-        if name not in KNOWN:  # without knobs it would be the same training
-            return None
-        step, point = search.best(name, 1), where[0]
-    else:
-        repeat = where[-1]
-        point, step = search.tuned(name, rung)
     # A step of one type: it is a part of the result's name.
     at = {"multiple": multiple, "samples": plan.horizons[rung], "point": point}
     return {"kind": "training", "optimizer": name, **at, "step": float(step), "repeat": repeat}
