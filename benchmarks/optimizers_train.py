@@ -17,7 +17,7 @@ from textwrap import fill
 from side_by_side import hardware, save
 
 VERDICTS = "| optimizer | batch | after | loss | minus AdamW's | AdamW's samples | verdict |"
-TUNED = "| optimizer | batch | rate | plateau, octaves | interior | loss at the default rate |"
+TUNED = "| optimizer | batch | rate | interior |"
 
 
 def compare(options: argparse.Namespace, out: Path) -> dict:
@@ -46,12 +46,11 @@ def report(summary: dict, title: str) -> str:
             f"| {_number(fmean(map(float, row['losses'].values())))} | {apart} "
             f"| {saved or '-'} | {row['verdict']} |"
         )
-    tuned = [TUNED, "| --- " * 6 + "|"]
+    tuned = [TUNED, "| --- " * 4 + "|"]
     for row in summary["tuned"]:
         tuned.append(
             f"| {names[row['optimizer']]} | x{row['multiple']} | {row['lr']:.3g} "
-            f"| {_number(row['plateau'])} | {'yes' if row['interior'] else 'no'} "
-            f"| {_number(row['default_loss'])} |"
+            f"| {'yes' if row['interior'] else 'no'} |"
         )
     said = (summary["answer"], *summary["remarks"])
     words = [fill(f"- {text}", 100, subsequent_indent="  ") for text in said]

@@ -21,7 +21,7 @@ from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo
 from steadygrad.studies.trainer import Rate
 from steadygrad.studies.trials import seed_for
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 
 __all__ = ["CompiledTrainer", "header_of", "run_study", "start_at"]
 

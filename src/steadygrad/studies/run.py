@@ -36,13 +36,13 @@ from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.work import (
     Coordinator,
     Monitor,
+    Workplace,
     finished,
     make_trainer,
     recorded_trainer,
     trials_of,
     workplace,
 )
-from steadygrad.studies.workplace import Workplace
 from steadygrad.tasks import Task
 
 

@@ -5,10 +5,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -18,7 +18,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.checkpoint import Checkpoints
+from steadygrad.studies.checkpoint import Checkpoints, State
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
@@ -34,8 +34,7 @@ from steadygrad.studies.folder import (
 )
 from steadygrad.studies.schema import Header, Key, Result
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Job, Trial, tails
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.trials import Job, Trial, evaluation_cost, tails
 from steadygrad.tasks import Task
 from steadygrad.tasks.guard import reason
 
@@ -43,6 +42,40 @@ from steadygrad.tasks.guard import reason
 STOP_FILE = "stop"
 # Seconds that running trials get to notice that the study has to stop.
 GRACE = 10.0
+
+
+@dataclass
+class Workplace:
+    """The surroundings of trials; ``files`` are places of the functions that the settings name.
+
+    A trial is a pure function of the task, the seed and the state at its point of training, so that
+    trials can run in any order, in any process, and again after a crash.
+    """
+
+    trainer: Trainer
+    checkpoints: Checkpoints
+    # Told how many samples of work are done, as they are done, and on what.
+    advance: Callable[[int, str], None]
+    header: Any = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""  # its identity
+    # What a study's trials make once.
+    tools: Mapping[str, Any] = field(default_factory=dict)
+
+    def state(self, name: str, samples: int, again: Callable[[], object]) -> State:
+        """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
+        found = self.checkpoints.load(name, samples)
+        # On every rank or on none: training again takes all of them.
+        if all(self.trainer.context.gather(found is not None)) and found is not None:
+            return found
+        again()
+        return self.trainer.state(samples)
+
+    def evaluate(self) -> float:
+        """The validation loss; its cost counts as work that is done."""
+        loss = self.trainer.evaluate()
+        self.advance(evaluation_cost(len(self.trainer.task.valid)), "")
+        return loss
 
 
 class Monitor(Protocol):

@@ -17,8 +17,7 @@ from steadygrad.studies.executors import Workers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.work import Coordinator, finished
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Coordinator, Workplace, finished
 from tests.refusals import refused
 from tests.unit.studies.advise import events
 from tests.unit.studies.framework import Watcher, timeless

@@ -23,8 +23,7 @@ from steadygrad.studies.folder import RunError, create
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, branch_order, main_order, seed_for
 from steadygrad.studies.trainer import Diverged
-from steadygrad.studies.work import work_on, workplace
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace, work_on, workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import PLAN, make_trainer, weights, worst

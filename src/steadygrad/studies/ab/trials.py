@@ -22,8 +22,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
-from steadygrad.studies.work import make_trainer
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace, make_trainer
 from steadygrad.tasks import BUILT_IN, Samples, Task, TensorSamples, guarded
 from steadygrad.tasks.load import load_function, load_task
 from steadygrad.tasks.start import digest_of

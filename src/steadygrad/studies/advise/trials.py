@@ -31,7 +31,7 @@ from steadygrad.studies.order import Order, branch_order, main_order
 from steadygrad.studies.sequential import LOOKS
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 
 __all__ = ["TRIALS", "plan_for", "trials_of"]

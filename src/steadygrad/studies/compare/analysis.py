@@ -1,15 +1,13 @@
 """From results to numbers: the verdicts, the searches and the critical batch sizes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
 from msgspec.structs import asdict
 
-from steadygrad.studies.compare.plan import DEFAULTS
 from steadygrad.studies.compare.schema import (
     BASELINE,
     KNOWN,
@@ -28,13 +26,8 @@ from steadygrad.studies.compare.statistics import choice_variance, compare_pairs
 from steadygrad.studies.folder import Results
 from steadygrad.studies.statistics import Floats
 
-# A plateau has the learning rates that cost at most a tenth more samples: this part of the loss's
-# fall over the next octave, on a power law with the exponent a third.
-PLATEAU = (1.1 ** (1 / 3) - 1) / (1 - 2 ** (-1 / 3))
 # Extra samples at the critical batch size, as in `advise`.
 CRITICAL = 0.2
-# Numbers of trials for which the expected best loss is reported.
-EFFORTS = (1, 3, 9)
 
 
 class Evidence:
@@ -56,13 +49,10 @@ class Evidence:
             if name in speed.time
         }
 
-    def runs(
-        self, name: str, multiple: int, rung: int, at: tuple[int, float] | None = None
-    ) -> dict[int, Run]:
-        """Runs of an optimizer's verdict, or of the default learning rate ``at`` zero, by seed."""
-        point, step = at or self.searches[multiple].tuned(name, rung)
-        key = name, multiple, self.plan.horizons[rung], point, step
-        seeds = range(1, 1 + (DEFAULTS if at else self.plan.seeds))
+    def runs(self, name: str, multiple: int, rung: int) -> dict[int, Run]:
+        """Runs of an optimizer's verdict, by seed."""
+        key = name, multiple, self.plan.horizons[rung], *self.searches[multiple].tuned(name, rung)
+        seeds = range(1, 1 + self.plan.seeds)
         return {seed: run for seed in seeds if (run := self.results.get(Run, *key, seed))}
 
     def octave(self, name: str, multiple: int) -> dict[int, float]:
@@ -118,18 +108,13 @@ class Evidence:
     def tuned(self, multiple: int, name: str) -> Tuned:
         """The search for one optimizer and batch size."""
         search = self.searches[multiple]
-        rungs, is_done = range(search.last + 1), search.is_done(name, search.last)
-        point, step = search.tuned(name, search.last)
+        rungs, (point, step) = range(search.last + 1), search.tuned(name, search.last)
+        tried = {rung: search.tried(name, rung) for rung in rungs}
+        is_done = all(len(tried[rung]) == len(search.ladders(rung)[name]) for rung in rungs)
         runs = (run for run in self.results.select(Run) if run.optimizer == name)
         # Exact, as the search's steps are whole.
         bases = (run.lr * 2.0**-run.step for run in runs if not run.repeat)
-        tried = {rung: search.tried(name, rung) for rung in rungs}
-        # On the same seeds for all, those that are at their best there included.
-        defaults = self.runs(name, 1, 2, at=(0, 0)) if multiple == 1 else {}
-        first = [*tried[0].values()] if search.is_done(name, 0) else []
         fixed = name in self.plan.traits and self.plan.traits[name].own_rate
-        plateau, most = (None if fixed else _plateau(search, first)) or (None, None)
-        total = sum(run.end for run in defaults.values())
         return Tuned(
             optimizer=name,
             multiple=multiple,
@@ -141,10 +126,6 @@ class Evidence:
             if is_done and not fixed
             else None,
             tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
-            plateau=plateau,
-            plateau_loss=most,
-            effort=_effort(first),
-            default_loss=total / DEFAULTS if len(defaults) == DEFAULTS else None,
         )
 
     def critical(self, name: str) -> Critical | None:
@@ -191,39 +172,3 @@ def _time_ratio(ratio: Ratio | None, cost: Cost | None) -> Ratio | None:
     if ratio is None or cost is None:
         return None
     return Ratio(*(cost.time_ratio / value for value in (ratio.value, ratio.high, ratio.low)))
-
-
-def _plateau(search: Search, losses: Sequence[float]) -> tuple[float, float] | None:
-    """Octaves of learning rates that cost at most a tenth more samples; the largest loss there.
-
-    It is of the shortest runs, and by how much the baseline's best loss falls from there to runs
-    twice as long. Between neighbours the loss is taken to be a straight line of the rate's
-    logarithm. There is no plateau where the baseline's loss does not fall.
-    """
-    best = [min(search.tried(BASELINE, rung).values(), default=math.nan) for rung in (0, 1)]
-    fall = best[0] - best[1]
-    if not losses or not fall > 0 or not math.isfinite(min(losses) + fall):
-        return None
-    most = min(losses) + fall * PLATEAU
-    width = 0.0
-    for low, high in map(sorted, pairwise(losses)):
-        if high <= most:
-            width += 1
-        elif low <= most and math.isfinite(high):
-            width += (most - low) / (high - low)
-    return width, most
-
-
-def _effort(losses: Sequence[float]) -> dict[str, float]:
-    r"""Expected best loss of some trials, drawn without replacement from those of short runs.
-
-    Of :math:`N` sorted losses the :math:`i`-th is the best of :math:`k` with the probability
-    :math:`\binom{N - i}{k - 1} / \binom{N}{k}`. More trials than there are give the best.
-    """
-    ordered, count, found = sorted(losses), len(losses), {}
-    for trials in EFFORTS if losses else ():
-        drawn = min(trials, count)
-        ways = [math.comb(count - 1 - place, drawn - 1) for place in range(count)]
-        terms = [way * loss for way, loss in zip(ways, ordered, strict=True) if way]
-        found[str(trials)] = math.fsum(terms) / math.comb(count, drawn)
-    return found

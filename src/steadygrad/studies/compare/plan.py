@@ -18,8 +18,8 @@ from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makesp
 LEVELS = ((10, True, 6400), (8, True, 3200), (5, True, 1600), (5, False, 200), (3, False, 40))
 # Least steps of a short run with the largest batch.
 LEAST_STEPS = 8
-# Seeds at the default learning rate; evaluations of a verdict's run; measurements of a step's time.
-DEFAULTS, MARKS, TURNS = 2, 4, 28
+# Evaluations of a verdict's run; measurements of a step's time.
+MARKS, TURNS = 4, 28
 
 
 def make_plan(
@@ -125,7 +125,7 @@ def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan:
 def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
     """All trials, in the order in which they are run; one evaluates ``valid_size`` samples.
 
-    At each batch size the search, the verdicts, and the runs at the default rates.
+    At each batch size the search, then the verdicts.
     """
     first, evaluation = ("speed",), evaluation_cost(valid_size)
     cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
@@ -155,31 +155,26 @@ def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
         for rung in (2, 1):
             for seed in range(1, plan.seeds + 1):
                 add(rung, f"seed {seed}", needs, ("verdict", multiple, rung, seed))
-        for seed in range(1, 1 + DEFAULTS * (multiple == 1)):
-            add(2, f"default rate, seed {seed}", needs, ("default", 1, 2, seed))
     return found
 
 
 def _job(plan: Plan, key: Any, rung: int, results: Results) -> Job | None:
     """The training that a trial asks for; None where there is nothing to ask."""
     kind, multiple, *where, name = key
-    search, point, repeat = Search(plan, results, multiple), 0, 0
-    step: float = 0
-    if kind == "search":
+    search, repeat = Search(plan, results, multiple), 0
+    if kind == "verdict":
+        (point, step), repeat = search.tuned(name, rung), where[-1]
+    elif kind == "point":
+        if name not in KNOWN:  # without knobs it would be the same training
+            return None
+        step, point = search.best(name, 1), where[0]
+    else:
         _, number, place = where
         before = search.ladders(rung, number - 1)[name] if number else ()
         steps = [step for step in search.ladders(rung, number)[name] if step not in before]
         if place >= len(steps):
             return None
         step, point = steps[place], search.point(name) if rung == 2 else 0
-    elif kind == "point":
-        if name not in KNOWN:  # without knobs it would be the same training
-            return None
-        step, point = search.best(name, 1), where[0]
-    else:
-        repeat = where[-1]
-        if kind == "verdict":
-            point, step = search.tuned(name, rung)
     # A step of one type: it is a part of the result's name.
     at = {"multiple": multiple, "samples": plan.horizons[rung], "point": point}
     return {"kind": "training", "optimizer": name, **at, "step": float(step), "repeat": repeat}

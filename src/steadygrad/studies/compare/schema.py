@@ -259,7 +259,6 @@ class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
         needed: Seeds that would tell in four of five cases, were the mean the true one; None where
             the verdict is known, or where no number of seeds up to eight thousand would.
         rates_limit: Whether that is due to the search for learning rates.
-        bootstrap: Percentile interval of the mean, with the same confidence; None below ten pairs.
     """
 
     mean: float
@@ -270,7 +269,6 @@ class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
     verdict: str
     needed: int | None = None
     rates_limit: bool = False
-    bootstrap: tuple[float, float] | None = None
 
 
 class Verdict(Difference, frozen=True, kw_only=True, tag="verdict"):
@@ -311,10 +309,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
         knobs: Other options; empty for the defaults.
         interior: Whether worse rates were tried on both sides of the best one.
         tried: Losses by rung, and by octave.
-        plateau: Octaves of rates that cost at most a tenth more samples; None without any.
-        plateau_loss: The largest loss there.
-        effort: Expected best loss of 1, 3 and 9 rates picked at random, in the shortest runs.
-        default_loss: Mean loss at the default rate, by two of the seeds.
     """
 
     optimizer: str
@@ -324,10 +318,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, float]
     interior: bool | None
     tried: dict[str, dict[str, float]]
-    plateau: float | None
-    plateau_loss: float | None
-    effort: dict[str, float]
-    default_loss: float | None
 
 
 class Critical(msgspec.Struct, frozen=True, kw_only=True):

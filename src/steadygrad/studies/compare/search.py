@@ -89,11 +89,6 @@ class Search:
         steps = self.ladders(rung)[optimizer]
         return {step: run.end for step in steps if (run := self._run(optimizer, rung, step))}
 
-    def is_done(self, optimizer: str, rung: int) -> bool:
-        """Whether everything up to a rung is recorded."""
-        rungs = range(rung + 1)
-        return all(len(self.tried(optimizer, r)) == len(self.ladders(r)[optimizer]) for r in rungs)
-
     def best(self, optimizer: str, rung: int, steps: Sequence[int] = ()) -> int:
         """The step with the lowest loss; the lower one of equals. Default: of the whole ladder."""
         steps = steps or self.ladders(rung)[optimizer]

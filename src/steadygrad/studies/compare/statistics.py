@@ -17,8 +17,6 @@ ALPHA, POWER = 0.05, 0.8
 LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 # More seeds than anybody trains.
 MOST_SEEDS = 8192
-# With fewer pairs a bootstrap has too few different resamples.
-BOOTSTRAP_PAIRS, DRAWS = 10, 4000
 # Exponents of a loss curve: the usual one of power laws, and two that it lies between.
 USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
@@ -127,17 +125,7 @@ def _judge(
         verdict=("better" if mean < 0 else "worse") if decided else "cannot tell",
         needed=needed and max(needed, count + 1),
         rates_limit=limits,
-        bootstrap=_bootstrap(differences, 1 - level) if finite else None,
     )
-
-
-def _bootstrap(differences: Floats, confidence: float) -> tuple[float, float] | None:
-    if len(differences) < BOOTSTRAP_PAIRS or differences.std() == 0:
-        return None
-    count, tail = len(differences), (1 - confidence) / 2
-    means = np.random.default_rng(0).choice(differences, (DRAWS, count)).mean(1)
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
 
 
 def seeds_needed(

@@ -24,7 +24,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker
 from steadygrad.tasks.guard import reason
@@ -62,7 +62,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The searches, the verdicts, and the runs at the default rates."""
+    """The searches and the verdicts."""
     return make_trials(header.plan, header.task.valid_size)
 
 

@@ -21,7 +21,7 @@ from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLE
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from steadygrad.watch import GradientWatch
 
 # Micro-batches of a window, and samples of the smallest batch that is cut.

@@ -25,7 +25,7 @@ from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import start_up
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
 from tests.unit.studies.results import make_header
 from tests.unit.studies.tiny_task import diverging, diverging_branches, make_task, without_dropout

@@ -14,7 +14,7 @@ from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.plan import make_trials
 from steadygrad.studies.compare.schema import Header, Plan, Run, Settings, Speed
 from steadygrad.studies.folder import Results
-from steadygrad.studies.workplace import Workplace
+from steadygrad.studies.work import Workplace
 from tests.unit.studies import framework
 from tests.unit.studies.framework import make_trainer
 from tests.unit.studies.results import make_header

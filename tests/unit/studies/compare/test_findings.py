@@ -42,8 +42,8 @@ def test_a_diverging_optimizer_is_not_hidden():
     assert (row.verdict, row.mean, row.lost, row.baseline_lost) == ("worse", math.inf, 5, 0)
     assert row.losses == dict.fromkeys("12345", math.inf)
     assert row.sample_ratio is None
-    # Its ladder grew downwards: 5 + 4, 3 + 1 and 3 + 1 rates; 5 seeds twice, and 2 at the default.
-    assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10 + 2
+    # Its ladder grew downwards: 5 + 4, 3 + 1 and 3 + 1 rates; 5 seeds twice.
+    assert found.diverged == found.diverged_by["sgd"] == 9 + 4 + 4 + 10
     # No rate beyond those tried is in sight.
     assert findings(found, Edge) == []
 
@@ -91,20 +91,11 @@ def test_tuned_settings_by_hand():
     row = found.tuned[1]
     assert (row.step, row.lr, row.interior) == (1, 2e-3, True)
     assert row.tried["0"] == {str(step): pytest.approx(abs(step - 1)) for step in (-2, -1, 0, 1, 2)}
-    # An octave of samples is 0.2 of loss, and a tenth more is 0.157 of that, on both sides.
-    assert row.plateau == pytest.approx(2 * 0.2 * (1.1 ** (1 / 3) - 1) / (1 - 0.5 ** (1 / 3)))
-    # Losses 0, 1, 1, 2, 3: their mean; of three drawn, the least is 0 in 6 of 10 and else 1.
-    assert row.effort == pytest.approx({"1": 7 / 5, "3": 4 / 10, "9": 0.0})
-    # At step 0 over 128 samples, by seeds 1 and 2. AdamW's best rate is its default, so that all
-    # of its seeds are known there.
-    losses = {row.optimizer: row.default_loss for row in found.tuned}
-    assert losses == pytest.approx({"adamw": 1.1, "lans": 2.1, "sgd": 2.1})
 
 
-def test_one_with_a_rate_of_its_own_has_no_plateau_and_no_end_of_rates():
+def test_one_with_a_rate_of_its_own_has_no_end_of_rates():
     found = summary(planned(seeds=5, traits={"lans": Traits(own_rate=True)}), by())
-    ladders = {row.optimizer: (row.plateau is None, row.interior is None) for row in found.tuned}
-    assert ladders == {"adamw": (False, False), "lans": (True, True), "sgd": (False, False)}
+    assert [row.interior for row in found.tuned] == [True, None, True]
 
 
 def test_critical_batch_sizes():
@@ -199,7 +190,6 @@ def test_no_finding_contradicts_another(seed):
         assert not row.rates_limit or (row.verdict == "cannot tell" and row.needed is None)
         if math.isfinite(row.mean):
             assert row.low <= row.mean <= row.high
-            assert (row.bootstrap is None) == (len(row.losses) < 10)
         if ratio := row.sample_ratio:
             assert (ratio.low > 1) == (row.verdict == "better")
             assert (ratio.high < 1) == (row.verdict == "worse")

@@ -63,7 +63,7 @@ def test_a_budget_that_is_too_small_says_which_is_enough(batches, workers, names
         plan_for(seconds - 1, **options)
 
 
-@pytest.mark.parametrize(("budget", "seeds"), [(2000, 10), (1200, 5), (700, 3)])
+@pytest.mark.parametrize(("budget", "seeds"), [(2000, 10), (1000, 5), (600, 3)])
 def test_a_length_that_is_given_leaves_the_seeds_to_the_budget(budget, seeds):
     plan = plan_for(budget, samples=3203)
     assert (plan.horizons, plan.seeds) == ((800, 1600, 3200), seeds)
@@ -226,9 +226,8 @@ def test_all_optimizers_get_the_same_trials_in_whatever_order(seed):
     whole = record(plan, loss_of)
     assert len(set(counts(whole).values())) == 1
     verdicts = [run.optimizer for run in whole.select(Run) if run.repeat]
-    # Runs at the default rate are those of the verdict where it is the best.
-    least = len(plan.multiples) * 2 * plan.seeds
-    assert all(least <= verdicts.count(name) <= least + 2 for name in plan.optimizers)
+    each = len(plan.multiples) * 2 * plan.seeds
+    assert all(verdicts.count(name) == each for name in plan.optimizers)
     assert max(abs(run.step) for run in whole.select(Run)) < 20
 
     expected = {trial.key: trial.job(whole) for trial in trials}

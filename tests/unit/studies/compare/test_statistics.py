@@ -165,14 +165,6 @@ def test_differences_without_any_spread():
     assert (less.verdict, less.low, less.high) == ("better", -0.25, -0.25)
 
 
-def test_the_bootstrap_of_ten_pairs_is_near_students_interval():
-    pairs = np.random.default_rng(6).normal(size=40)
-    found, again = (compare_pairs([pairs])[0] for _ in range(2))
-    # Both have the mean's standard error, which the percentile's has with n for n - 1.
-    assert found.bootstrap == pytest.approx((found.low, found.high), abs=0.1 * pairs.std())
-    assert again.bootstrap == found.bootstrap
-
-
 @pytest.mark.parametrize(("true", "power"), [(0.6, 0.1), (0.85, 0.3), (1.15, 0.8), (1.5, 0.1)])
 def test_ratios_cover_the_true_one_on_a_power_law(true, power):
     """An optimizer that is as good as the baseline with ``true`` times the samples."""
