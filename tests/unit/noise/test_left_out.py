@@ -8,14 +8,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale, sources
-from tests.unit.noise.training_loop import (
-    accumulate,
-    found,
-    left_out,
-    losses,
-    make,
-    synthetic,
-)
+from tests.unit.noise.training_loop import accumulate, found, left_out, losses, make, synthetic
 
 
 def halve(model):

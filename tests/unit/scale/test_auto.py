@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from steadygrad.scale import AutoScale, LayerwiseGradScaler
-from steadygrad.scale.equations import (
-    BLIND_STEP,
-    LOWEST,
-    exponent_histogram,
-    followed_shift,
-)
+from steadygrad.scale.equations import BLIND_STEP, LOWEST, exponent_histogram, followed_shift
 from tests.reference.layerwise import histogram
 from tests.unit.scale.training import Model, Shrink, take_step
 

@@ -10,10 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from steadygrad.tasks import BUILT_IN, load_task, mean_loss
-from steadygrad.tasks.char_lm import (
-    VOCABULARY,
-    read_corpus,
-)
+from steadygrad.tasks.char_lm import VOCABULARY, read_corpus
 from steadygrad.tasks.check import check_losses
 from steadygrad.tasks.digits import digit_losses
 from tests.unit.cli.quick import run_program
