@@ -327,3 +327,16 @@ def test_misuse_is_told():
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(optimizer, lambda: None)
     scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scale", -1.0), ("scale", 2.0**127), ("growth_tracker", 2**31)],  # 2**127: no reciprocal
+)
+def test_a_saved_number_out_of_bounds_changes_nothing(key, value):
+    scaler = LayerwiseGradScaler(make()[0], SCALES)
+    before, damaged = scaler.state_dict(), scaler.state_dict()
+    damaged["layers"]["b"][key] = value
+    with pytest.raises(ValueError, match=f"{key}.*Remedy: "):
+        scaler.load_state_dict(damaged)
+    assert scaler.state_dict() == before
