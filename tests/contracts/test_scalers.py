@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tests.contracts.problems import NARROW, assert_same, give_gradients, parameters, run, snapshot
-from tests.contracts.table import (
-    OPTIMIZERS,
-    TABLE,
-    every_optimizer,
-    every_optimizer_and_mode,
-)
+from tests.contracts.table import OPTIMIZERS, TABLE, every_optimizer, every_optimizer_and_mode
 from tests.covering import covering
 
 

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from steadygrad import numerics
-from tests.contracts.problems import (
-    NARROW,
-    Watch,
-    clones,
-    give_gradients,
-    parameters,
-    run,
-)
+from tests.contracts.problems import NARROW, Watch, clones, give_gradients, parameters, run
 from tests.contracts.table import OPTIMIZERS, every_optimizer
 from tests.covering import covering
 from tests.rounding import assert_alike

@@ -5,15 +5,6 @@ import math
 import torch
 
 
-def next_scale(scale, count, found, growth, backoff, interval, low, high):
-    """One layer's scale and its count of finite steps after a step."""
-    if found:
-        return min(max(scale * backoff, low), high), 0
-    if count + 1 >= interval:
-        return min(max(scale * growth, low), high), 0
-    return scale, count + 1
-
-
 def histogram(values):
     """Counts by binary exponent; zeros at -inf, what is not finite at inf."""
     counts = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from steadygrad.averages import MovingAverage
 from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale, SplitBatchNoiseScale
-from steadygrad.optim import LAMB, LANS, Eden, ScaledAdam, WarmupHoldDecay
+from steadygrad.optim import Eden, ScaledAdam, WarmupHoldDecay
 from steadygrad.scale import LayerwiseGradScaler
 from tests.golden.trajectories import HERE
 
@@ -70,22 +70,8 @@ def scaler(scales):
     return found, use
 
 
-def optimizer(kind, **options):
-    model = nn.Linear(64, 65) if "state_dtype" in options else nn.Linear(2, 3)
-    found = kind(model.named_parameters(), **options)
-
-    def use():
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        found.step()
-        found.diagnostics()
-        assert all(p.isfinite().all() for p in model.parameters())
-
-    return found, use
-
-
 def schedule(make):
-    own, _ = optimizer(LANS)
+    own = torch.optim.SGD([nn.Parameter(torch.ones(2, 3))])
     found = make(own)
     return found, lambda: (own.step(), found.step())
 
@@ -123,10 +109,6 @@ TOOLS = {
     "balancer": balancer,
     "scaler": lambda: scaler({"0": 2.0**4}),
     "scaler, auto": lambda: scaler("auto"),
-    "lans": lambda: optimizer(LANS),
-    "lans, 8bit": lambda: optimizer(LANS, state_dtype="8bit"),
-    "lamb": lambda: optimizer(LAMB),
-    "scaled_adam": lambda: optimizer(ScaledAdam, clipping_scale=2.0, clipping_update_period=4),
     "warmup": lambda: schedule(lambda own: WarmupHoldDecay(own, 100)),
     "icefall's scaled_adam": icefall,
     "icefall's eden": icefalls_eden,
@@ -255,6 +237,6 @@ def wrongs(name, every=1):
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_damaged_state_is_refused_or_usable(name):
-    found, counts = wrongs(name, every=7)
+    found, counts = wrongs(name, every=1 if name == "scaler" else 7)
     assert found == []
     assert counts["refused"] > counts["taken"]

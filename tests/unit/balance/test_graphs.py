@@ -110,23 +110,6 @@ def test_graphs_are_freed_unless_they_are_asked_for(options):
             freed.backward()
 
 
-def test_heads_get_an_ordinary_backward_pass_through_a_fork():
-    """Their plain gradient, added to what is there; hooks of DDP and others run once."""
-    trunk, heads = trunk_and_heads()
-    losses = lambda ys: {k: head(trunk(ys[k])).square().mean() for k, head in heads.items()}
-    y = draw(4, 7)
-    sum(losses({"a": y, "b": y}).values()).backward()
-    parameters = [*trunk.parameters(), *heads["a"].parameters(), *heads["b"].parameters()]
-    expected, calls = [p.grad.clone() for p in parameters], []
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-        p.register_post_accumulate_grad_hook(calls.append)
-    gradient_handed_on(LossBalancer({"a": 1, "b": 9}), losses, y, "fork")
-    for p, e in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(p.grad, 1 + e, **CLOSE)
-    assert len(calls) == len(parameters)
-
-
 @CALLS
 def test_hooks_of_the_output_see_the_balanced_gradient_alone(call):
     """FSDP2 gathers a model's parameters in such a hook."""

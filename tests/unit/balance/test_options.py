@@ -22,7 +22,6 @@ from tests.unit.balance.problems import (
     losses_of,
     make_model,
     mass_of,
-    same_y,
     slope,
     state_of,
     times,
@@ -126,20 +125,6 @@ def test_the_total_is_that_of_what_is_handed_on(call):
     # Weights of 1, 2 and 4, times those of the aggregator.
     found = [balancer.metrics[f"share_after_{k}"].item() for k in WEIGHTS]
     assert found == pytest.approx([1 / 11, 6 / 11, 4 / 11])
-
-
-def test_an_aggregator_computes_in_the_type_it_is_given():
-    """In a step under autocast, too: its products would have 8 bits there."""
-    seen = []
-
-    def weigh(products):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return products.sum(0)
-
-    y = draw(4, 7).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        LossBalancer(WEIGHTS, combine=Aggregator(weigh)).backward(losses_of(same_y(y)), y)
-    assert seen == [False]
 
 
 # A loss that overflows.

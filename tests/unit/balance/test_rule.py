@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steadygrad import LossBalancer
-from steadygrad.balance.equations import gram, norm_sum, weighted_sum
+from steadygrad.balance.equations import gram
 from tests.reference.balance import ReferenceBalancer
 from tests.unit.balance.problems import (
     CALLS,
@@ -14,7 +14,6 @@ from tests.unit.balance.problems import (
     averages_of,
     changed,
     draw,
-    go_back,
     gradient_handed_on,
     losses_of,
     same_y,
@@ -105,16 +104,6 @@ def test_norm_of_the_sum(cosine, expected):
         assert metrics[f"scale_{name}"] == pytest.approx(share / norm)
 
 
-def test_float16_outputs_with_tiny_gradients():
-    tiny = lambda ys: {"a": (ys["a"] * 2.0**-20).sum(), "b": (ys["b"] * 2.0**-3).sum()}
-    balancer = LossBalancer({"a": 1, "b": 1}, total_norm=10.0)
-    got = gradient_handed_on(balancer, tiny, draw(4, 7).half())
-    assert balancer.metrics["scale_a"] > 65504
-    assert got.dtype == torch.float16
-    # Both point the same way, so each item's norm is the total; 1e-3: fp16 has 11 bits.
-    torch.testing.assert_close(got.float().norm(dim=1), torch.full((4,), 10.0), rtol=1e-3, atol=0)
-
-
 # How the second loss is left out, and the metric that counts it.
 LEFT_OUT = {
     "missing": (None, None),
@@ -130,24 +119,17 @@ def test_a_loss_that_takes_no_part_leaves_its_share_to_the_others(call, why):
     rule, count = LEFT_OUT[why]
     balancer, y = LossBalancer(WEIGHTS), draw(4, 7)
     healthy = gradient_handed_on(balancer, losses_of, y, call)
-    average, counts = averages_of(balancer)[1], []
-    for _ in range(2):
-        got = gradient_handed_on(balancer, changed(l2=rule), y, call)
-        alone = LossBalancer({"l1": 1, "adv": 4})
-        torch.testing.assert_close(got, gradient_handed_on(alone, changed(l2=None), y), **CLOSE)
-        metrics = balancer.metrics
-        counts.append([metrics[f"{kind}_{k}"] for kind in ("nonfinite", "zero") for k in WEIGHTS])
+    average = averages_of(balancer)[1]
+    got = gradient_handed_on(balancer, changed(l2=rule), y, call)
+    alone = LossBalancer({"l1": 1, "adv": 4})
+    torch.testing.assert_close(got, gradient_handed_on(alone, changed(l2=None), y), **CLOSE)
+    metrics = balancer.metrics
     assert averages_of(balancer)[1] == average
     assert metrics["scale_l2"].item() == 0.0
     targets = [metrics[f"target_{k}"].item() for k in WEIGHTS]
     assert targets == [pytest.approx(1 / 5), 0.0, pytest.approx(4 / 5)]
-    # Those that were handed out before have not moved.
-    for expected, found in enumerate(counts, 1):
-        assert [n.item() for n in found] == [
-            expected if (kind, k) == (count, "l2") else 0
-            for kind in ("nonfinite", "zero")
-            for k in WEIGHTS
-        ]
+    counts = {k: n.item() for k, n in metrics.items() if k.startswith(("nonfinite", "zero"))}
+    assert {k: n for k, n in counts.items() if n} == ({f"{count}_l2": 1} if count else {})
     torch.testing.assert_close(gradient_handed_on(balancer, losses_of, y, call), healthy, **CLOSE)
 
 
@@ -156,13 +138,11 @@ def test_a_loss_that_takes_no_part_leaves_its_share_to_the_others(call, why):
     [
         # A mean over nothing: its value is NaN, and its gradient zero.
         (False, 3.0, lambda y: y[:0].mean(), 0.0),
-        (True, 0.0, lambda y: y.sum() + torch.inf, 0.0),
         (True, 3.0, lambda y: y.sum() * torch.nan, 0.0),
-        (True, 3.0, lambda y: 0 * y.sum() + 5, 0.0),
         # The plain sum of values has also those without a slope.
         (False, 3.0, lambda y: 0 * y.sum() + 5, 15.0),
     ],
-    ids=["empty", "no weight", "nan", "flat", "flat, weighted"],
+    ids=["empty", "nan", "flat"],
 )
 def test_the_effective_loss_has_no_loss_that_takes_no_part(balance_grads, weight, rule, value):
     y, options = draw(4, 7).requires_grad_(), {"balance_grads": balance_grads}
@@ -171,48 +151,6 @@ def test_the_effective_loss_has_no_loss_that_takes_no_part(balance_grads, weight
     effective = LossBalancer({"a": 2.0, "b": weight}, **options).backward(losses, y)
     torch.testing.assert_close(effective, alone + value, rtol=0, atol=0)
     assert not effective.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ((torch.float16, torch.float16), torch.float32),
-        ((torch.float32, torch.float64), torch.float64),
-    ],
-)
-def test_the_effective_loss_has_the_widest_type_and_no_factor(dtypes, expected):
-    y, told = draw(4, 7).requires_grad_(), {"grad_scale": 8.0, "accumulation_steps": 4}
-    losses = lambda ys: {k: ys[k].abs().mean().to(d) for k, d in zip("ab", dtypes, strict=True)}
-    balancers = [LossBalancer({"a": 1, "b": 1}) for _ in range(2)]
-    plain = go_back(balancers[0], y, losses)
-    assert plain.dtype == expected
-    assert torch.equal(go_back(balancers[1], y, times(2, losses), **told), plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_numbers_do_not_overflow_or_vanish(dtype):
-    big, small = torch.full((64,), 1024.0, dtype=dtype), torch.full((64,), 2.0**-20, dtype=dtype)
-    # Powers of two: 2^26, 2^-4 and 2^-34 are exact, and only the middle one is a float16.
-    assert gram([[big], [small]]).tolist() == [[2.0**26, 2.0**-4], [2.0**-4, 2.0**-34]]
-    for size in (4e4, 1e-6):
-        # 1e-6 rounds to one of fp16's subnormals; the norm is that of the rounded numbers.
-        gradient = torch.full((1, 64), size, dtype=dtype)
-        expected = gradient.double().norm().item()
-        for per_item, power in ((True, 1), (False, 2)):
-            found = norm_sum([gradient], per_item=per_item).item()
-            assert found == pytest.approx(expected**power, rel=1e-6)
-
-
-def test_a_sum_leaves_out_what_is_not_finite_and_changes_nothing():
-    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([torch.nan, torch.inf])
-    for place in (0, 1, 3):
-        rows, factors = [good, None, good], [2.0, 9.0, 0.5]
-        rows.insert(place, bad)
-        factors.insert(place, 0.0)
-        assert weighted_sum(rows, torch.tensor(factors)).tolist() == [2.5, 5.0]
-    assert good.tolist() == [1.0, 2.0]
-    assert bad.isnan().any()
-    assert weighted_sum([None, None], torch.ones(2)) is None
 
 
 def test_gram_is_the_product_of_stacked_gradients():

@@ -9,7 +9,6 @@ from torch import nn
 from torch.amp import GradScaler
 
 from steadygrad import LossBalancer
-from steadygrad._checks import InputError
 from tests.unit.balance.problems import (
     CALLS,
     CLOSE,
@@ -104,15 +103,6 @@ def test_a_loss_that_is_added_starts_afresh_and_one_that_is_gone_is_forgotten():
     assert mass_of(new)[0] == 1
 
 
-def test_a_state_that_is_not_finite_is_refused_and_nothing_is_written():
-    balancer = LossBalancer(WEIGHTS)
-    before = state_of(balancer)
-    state = {name: torch.full_like(value, torch.nan) for name, value in before.items()}
-    with pytest.raises(InputError, match="`state`"):
-        balancer.load_state_dict(state)
-    assert_same_state(state_of(balancer), before)
-
-
 def test_copies_are_independent_keep_their_digits_and_ask_the_same_scaler():
     scaler = GradScaler("cpu", init_scale=4.0)
     balancer = make_used(grad_scale=scaler)
@@ -134,15 +124,6 @@ def test_reset_begins_anew_with_the_weights_of_now():
     fresh = LossBalancer({**WEIGHTS, "l1": 3.0}, accumulation_steps=2)
     assert balancer.weights == fresh.weights
     assert torch.equal(three_steps(balancer), three_steps(fresh))
-
-
-def test_a_fork_in_evaluation_is_the_output_itself():
-    balancer, y = LossBalancer(WEIGHTS), draw(4, 5)
-    with torch.no_grad():
-        ys = balancer.fork(y)
-    assert set(ys) == set(WEIGHTS)
-    assert all(v is y for v in ys.values())
-    assert mass_of(balancer).sum() == 0
 
 
 def built_on_meta(weights=WEIGHTS, *, emptied=True):

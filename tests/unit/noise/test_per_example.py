@@ -187,14 +187,6 @@ def test_other_hooks_on_the_layer():
 # What cannot be measured
 
 
-def test_a_weight_used_elsewhere_is_found_where_squares_leave_float16():
-    model = nn.Linear(4, 4, bias=False, dtype=torch.float16)
-    batch = torch.full((BATCH, 4), 100.0, dtype=torch.float16)
-    loss = lambda model, x: model(x).sum() + 1000 * model.weight.sum()
-    with pytest.raises(InputError, match="weight"):
-        measured(ExampleNorms(model), model, batch, loss)
-
-
 def test_only_the_first_good_recording_waits_for_the_device(monkeypatch):
     """An overflowed pass does not count as one."""
     model, batch = Tiny(), rows_of(5)

@@ -73,26 +73,6 @@ def test_fill_grad_is_the_training_gradient(mode, n):
         loss.sum().backward()  # the graph is freed: no third pass is needed
 
 
-def test_any_nest_of_tensors_and_a_module_stand_for_the_parameters():
-    """Unused ones count as nothing, and a tied one once."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(6, 1).double(), drawn(0)[0]
-    weight, bias = model.parameters()
-    nests = {
-        "list": [weight, bias],
-        "generator": model.parameters(),
-        "module": model,
-        "nest": {"a": [weight, (weights(3),)], "b": torch.zeros(2), "c": "no tensor", "d": bias},
-        "tied": {"embedding": weight, "head": weight, "bias": bias},
-    }
-    found = []
-    for nest in nests.values():
-        model.zero_grad()
-        value = make(seed=1)(model(x).squeeze(-1) ** 2, nest, fill_grad=True)
-        found.append([value.item(), weight.grad.tolist(), bias.grad.tolist()])
-    assert all(one == found[0] for one in found)
-
-
 def value_of(x, *args, **options):
     w = weights(x.shape[-1])
     return make(*args, **options)(x @ w, w).item()
@@ -112,22 +92,6 @@ def test_loss_scale_saves_a_float16_model():
     got = make()((x * w).sum(-1) * 2.0**-22, w, loss_scale=2.0**14)
     # 1 %: sums of float16 values.
     assert got.item() == pytest.approx(value_of(x.double()), rel=0.01)
-
-
-def test_batches_that_are_not_finite_are_left_out_and_leave_no_gap():
-    plain, broken, data = make(), make(), drawn(0, count=6)
-    for estimator in (plain, broken):
-        fed(estimator, data[:3])
-    before = copy.deepcopy(broken.state_dict())
-    fed(broken, data[:1] * torch.nan)
-    for name in ("signal.total", "noise.total", "signal.mass"):
-        assert torch.equal(before[name], broken.state_dict()[name])
-    torch.randperm(8, generator=plain.generator)  # the split of the batch that is not there
-    for estimator in (plain, broken):
-        fed(estimator, data[3:])
-    left_out = {"skipped": 1, "selected": pytest.approx(1 / 7)}
-    assert broken.estimate().as_dict() == {**plain.estimate().as_dict(), **left_out}
-    assert (broken.skipped.item(), broken.estimate().measurements.item()) == (1, 6)
 
 
 @pytest.mark.parametrize("update_rate", [0.1, 0.7])

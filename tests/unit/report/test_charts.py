@@ -9,25 +9,9 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from steadygrad.studies.charts import (
-    CRITICAL,
-    INK,
-    VARIABLES,
-    chart,
-    label,
-    label_lines,
-    panel,
-)
+from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, label_lines, panel
 from steadygrad.studies.page import render
-from steadygrad.studies.text import (
-    interval,
-    loss,
-    percent,
-    percent_interval,
-    short,
-    show,
-    size,
-)
+from steadygrad.studies.text import interval, loss, percent, percent_interval, short, show, size
 from tests.unit.report.conftest import made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'

@@ -10,14 +10,7 @@ from torch import nn
 from steadygrad.optim import LANS
 from steadygrad.scale import LayerwiseGradScaler
 from tests.unit.nets import Net
-from tests.unit.scale.cases import (
-    CASES,
-    REFUSED_COMPILED,
-    REORDERED,
-    data_of,
-    loss_of,
-    model_of,
-)
+from tests.unit.scale.cases import CASES, REFUSED_COMPILED, REORDERED, data_of, loss_of, model_of
 from tests.unit.scale.training import (
     SCALES,
     Shrink,

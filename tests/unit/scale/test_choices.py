@@ -41,13 +41,6 @@ def test_patterns_go_by_parts_of_names(wanted, expected):
     assert scales(blocks(), wanted) == expected
 
 
-def test_one_module_under_two_names_is_one_layer():
-    model = nn.Sequential(block())
-    model.alias = model[0]
-    assert scales(model, {"alias": 2.0}) == {"alias": 2.0}
-    assert scales(model, {"0": 2.0, "alias": 4.0}) == {"0": 4.0}
-
-
 # Models that are only looked at.
 
 

@@ -248,29 +248,18 @@ class Sets(SGD):
         super().step()
 
 
-class Ignores(SGD):
-    """Steps at the rate that it was made with, once it has waited."""
+class Waits(SGD):
+    """Moves nothing in its first steps; then at the rate that is set, or that it was made with."""
 
-    def __init__(self, parameters, lr, wait=0):
+    def __init__(self, parameters, lr, wait=5, ignores=False):
         super().__init__(parameters, lr)
-        self.own, self.wait = lr, wait
+        self.own, self.wait = ignores and lr, wait
 
     @torch.no_grad()
     def step(self):
         self.wait -= 1
         for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=self.own * (self.wait < 0))
-
-
-class Waits(SGD):
-    """Moves nothing in its first steps."""
-
-    wait = 5
-
-    def step(self):
-        self.wait -= 1
-        if self.wait < 0:
-            super().step()
+            p.sub_(p.grad, alpha=(self.own or self.param_groups[0]["lr"]) * (self.wait < 0))
 
 
 @pytest.mark.parametrize(
@@ -289,8 +278,8 @@ class Waits(SGD):
         # In the training itself.
         hooked(post=0.5, after=100),
         Sets,
-        Ignores,
-        lambda ps, lr: Ignores(ps, lr, wait=1),
+        partial(Waits, wait=0, ignores=True),
+        partial(Waits, wait=1, ignores=True),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

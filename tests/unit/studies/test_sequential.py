@@ -5,15 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from steadygrad.studies.sequential import (
-    LEVEL,
-    LOOKS,
-    NOTHING,
-    Prior,
-    interval,
-    looked,
-    next_look,
-)
+from steadygrad.studies.sequential import LEVEL, LOOKS, NOTHING, Prior, interval, looked, next_look
 
 
 def test_looks():

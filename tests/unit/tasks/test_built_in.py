@@ -10,13 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from steadygrad.tasks import BUILT_IN, load_task, mean_loss
-from steadygrad.tasks.char_lm import (
-    OTHER,
-    VOCABULARY,
-    encode,
-    read_corpus,
-    windows,
-)
+from steadygrad.tasks.char_lm import VOCABULARY, read_corpus
 from steadygrad.tasks.check import check_losses
 from steadygrad.tasks.digits import digit_losses
 from tests.unit.cli.quick import run_program
@@ -121,29 +115,6 @@ def test_the_digest_sees_names_borders_and_every_byte(tmp_path):
     # Wherever the folder lies.
     assert read_corpus(none) == read_corpus(again)
     assert len({read_corpus(root)[2]["sha256"] for root in roots}) == 4
-
-
-def test_bytes_that_are_not_utf8_and_windows_line_ends(tmp_path):
-    root = write(tmp_path, MANY, "x = 1\r\n")
-    (root / "latin.py").write_bytes("name = 'é'\n".encode("latin-1"))
-    train, *_ = read_corpus(root)
-    assert "name = '\ufffd'\n" in train
-    assert "\r" not in train
-    assert train.endswith("\nx = 1\n")
-
-
-def test_tokens_are_one_byte_a_character():
-    tokens = encode("def f():\n    return '~' # é\t日\x00𝄞")
-    assert decode(tokens) == "def f():\n    return '~' # \ufffd\ufffd\ufffd\ufffd\ufffd"
-    assert tokens[-1] == OTHER == 96
-    assert list(encode(VOCABULARY)) == list(range(96))
-
-
-@pytest.mark.parametrize(("length", "count"), [(5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
-def test_windows_overlap_in_the_last_target_alone(length, count):
-    text = "abcdefghijklm"[:length]
-    expected = [list(encode(text[4 * i : 4 * i + 5])) for i in range(count)]
-    assert windows(text, 4).tolist() == expected
 
 
 def test_samples_are_the_librarys_text_in_order():

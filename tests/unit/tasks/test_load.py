@@ -3,7 +3,6 @@
 import os
 import pickle
 import sys
-import traceback
 
 import pytest
 
@@ -88,24 +87,6 @@ def test_a_file_that_cannot_be_imported(write, source, found):
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        ("raise RuntimeError('one\\ntwo')", "RuntimeError: one."),
-        ("raise RuntimeError", "Found RuntimeError."),
-        ("return make_task(1, 2, 3)", "TypeError"),
-    ],
-)
-def test_a_factory_that_raises(write, body, found):
-    path = write(f"{GOOD}\ndef wrong():\n    {body}\n")
-    with refused(found, "--debug", kind=TaskError) as error:
-        load_task(f"{path}:wrong")
-    assert "Importing" not in str(error.value)
-    # It keeps its own traceback.
-    shown = "".join(traceback.format_exception(error.value))
-    assert f'File "{path}", line 16, in wrong' in shown
-
-
-@pytest.mark.parametrize(
     ("more", "found"),
     [
         ("", "'wrong'"),
@@ -146,31 +127,7 @@ def test_siblings_import_early_and_late(write, tmp_path):
     del sys.modules[early], sys.modules[late]
 
 
-WITH_DATACLASS = """
-from __future__ import annotations
-import pickle
-from dataclasses import dataclass
-
-@dataclass
-class Row:
-    features: list[float]
-
-COPY = pickle.loads(pickle.dumps(Row([1.0])))
-"""
-
-
 def test_dataclasses_and_pickles_work_inside_the_file(write):
-    path = write(WITH_DATACLASS + GOOD)
-    task = load_task(f"{path}:make_task")
-    module = sys.modules[task.per_sample_loss.__module__]
-    assert module.Row([1.0]) == module.COPY
-    assert pickle.loads(pickle.dumps(task.per_sample_loss)) is task.per_sample_loss
-    assert module.__file__ == str(path)
-
-
-def test_changed_files_and_files_of_one_name_are_read_anew(write):
-    first = load_task(f"{write(GOOD)}:make_task")
-    changed = load_task(f"{write(GOOD.replace('lr=0.1', 'lr=0.2'))}:make_task")
-    other = load_task(f"{write(GOOD.replace('tiny', 'other'), 'other/my_task.py')}:make_task")
-    assert (first.lr, changed.lr, other.name) == (0.1, 0.2, "other")
-    assert first.per_sample_loss.__module__ != other.per_sample_loss.__module__
+    row = "from dataclasses import dataclass\n\n@dataclass\nclass Row:\n    x: 'list[float]'\n"
+    loss = load_task(f"{write(row + GOOD)}:make_task").per_sample_loss
+    assert pickle.loads(pickle.dumps(loss)) is loss

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections import UserDict, namedtuple
+from collections import UserDict
 from dataclasses import fields
 from itertools import cycle, repeat
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import Samples, Task, TaskError, TensorSamples, batches, to_device
+from steadygrad.tasks import Task, TaskError, TensorSamples, batches, to_device
 
 # Python 3.12 warns of any fork beside threads; torch's loader forks where Python does.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -23,20 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 CPU = torch.device("cpu")
 ROWS = torch.arange(40.0).view(20, 2)
 LABELS = torch.arange(20)
-
-
-def test_a_batch_has_the_structure_of_the_data():
-    indices = torch.tensor([4, 0, 4])
-    assert torch.equal(TensorSamples(ROWS).batch(indices), ROWS[[4, 0, 4]])
-    x, y = TensorSamples((ROWS, LABELS)).batch(indices)
-    assert torch.equal(x, ROWS[[4, 0, 4]])
-    assert y.tolist() == [4, 0, 4]
-    samples = TensorSamples({"x": ROWS, "y": LABELS})
-    named = samples.batch(indices)
-    assert list(named) == ["x", "y"]
-    assert named["y"].tolist() == [4, 0, 4]
-    assert len(samples) == 20
-    assert (isinstance(samples, Samples), isinstance([1, 2, 3], Samples)) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -48,30 +34,6 @@ def test_data_that_are_not_rows_are_refused(rows):
 
 
 # To the model
-
-
-def test_to_device_widens_floats_only_and_keeps_the_nest():
-    Pair = namedtuple("Pair", ["x", "y"])
-    nest = {"pair": Pair(ROWS, LABELS), "more": [ROWS.half(), (LABELS.int(), "text")]}
-    moved = to_device(nest, nn.Linear(2, 1).double())
-    assert isinstance(moved["pair"], Pair)
-    assert moved["pair"].x.dtype == moved["more"][0].dtype == torch.float64
-    assert torch.equal(moved["pair"].x, ROWS.double())
-    assert moved["pair"].y.dtype == torch.int64
-    half, (number, text) = moved["more"]
-    assert (half.shape, number.dtype, text) == ((20, 2), torch.int32, "text")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "other"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)]
-)
-def test_to_device_narrows_nothing(dtype, other):
-    """1001 has ten bits: in bfloat16 the target would be 1000."""
-    model = nn.Linear(2, 1).to(dtype)
-    target = to_device({"target": torch.tensor([1001.0])}, model)["target"]
-    assert (target.dtype, target.item()) == (torch.float32, 1001.0)
-    # Neither half type is wider than the other.
-    assert to_device(ROWS.to(other), model).dtype == other
 
 
 class Encoding(UserDict):

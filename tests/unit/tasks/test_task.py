@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.tasks import (
-    Task,
-    TaskError,
-    TensorSamples,
-    guarded,
-    is_out_of_memory,
-    mean_loss,
-)
+from steadygrad.tasks import Task, TaskError, TensorSamples, guarded, is_out_of_memory, mean_loss
 from steadygrad.tasks.check import check_losses
 
 ROWS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))

@@ -127,17 +127,6 @@ def test_bug_is_named(name):
     assert all(torch.equal(a, b) and a.grad is None and a.requires_grad for a, b in pairs)
 
 
-def test_numbers_of_a_window():
-    """A large batch does not take the memory of as many gradients: one by one are the first."""
-    batch = {name: x.repeat(5, *[1] * (x.ndim - 1)) for name, x in tokens().items()}
-    found = check(model_of(), sequence_mean, batch, short_window)
-    sizes = [window.sizes for window in found.windows]
-    assert sizes == [(15,) * 4, (1,) * 8, (1, 1, 1, 57), (15,) * 3]
-    short = found.windows[SHORT]
-    assert (short.ratio, short.cosine) == pytest.approx((0.75, 1.0), rel=1e-5)
-    assert {"3", "4"} <= {*short.words}
-
-
 def test_nothing_is_changed():
     """Nor the buffer that a forward pass replaces by another tensor."""
 

@@ -11,15 +11,7 @@ from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.unit.nets import Net
-from tests.unit.watch.nets import (
-    Module,
-    culprit,
-    data,
-    mse,
-    root_of_zero,
-    watching,
-    with_root,
-)
+from tests.unit.watch.nets import Module, culprit, data, mse, root_of_zero, watching, with_root
 
 FIRST_AND_LATER = pytest.mark.parametrize("mode", ["first", "later"])
 
