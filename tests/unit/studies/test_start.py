@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, AdamW
 
 from steadygrad._checks import InputError
+from steadygrad.studies.folder import read_run
 from steadygrad.tasks import TaskError
 from steadygrad.tasks.start import digest_of, files_of, fitting_weights, read_start
 from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, make_trainer, part, weights, worst
-from tests.unit.studies.tiny_task import losses, without_dropout
+from tests.unit.studies.tiny_task import losses, mean, without_dropout
 
 TASK = without_dropout()
 # Another rate, other betas and another decay than the training's: those of the task hold.
@@ -442,13 +443,15 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(tmp_path, monkeypatch):
     plain(Training(), path)
     (tmp_path / "task.py").write_text(
         "from dataclasses import replace\n"
-        "from tests.unit.studies.tiny_task import without_dropout\n"
-        f"def make(): return replace(without_dropout(), start={str(path)!r})\n"
+        "from tests.unit.studies.tiny_task import mean, without_dropout\n"
+        f"def make(): return replace(without_dropout(), start={str(path)!r}, evaluate=mean)\n"
     )
     monkeypatch.setattr(framework, "tiny", lambda factory: spec)
     monkeypatch.setattr(sys, "path", [*sys.path])
     begin(tmp_path / "run", at=1000)
     part(tmp_path / "run", 1)
+    first = read_run(tmp_path / "run").header.first_value
+    assert first == pytest.approx(mean(Training().model.requires_grad_(False), TASK.valid))
     lightning(Training(), path)  # the same numbers in another file
     with refused("Task.start as it was"):
         part(tmp_path / "run", 1)
