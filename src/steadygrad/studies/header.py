@@ -68,6 +68,7 @@ def make_header(
         environment=environment(context.device),
         files=digests(files),
         first_losses=_first_losses(trainer),
+        first_value=trainer.evaluate() if trainer.task.evaluate else None,
         time={"created": created, "folder": os.getcwd()},
     )
     return header

@@ -4,12 +4,15 @@ A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the uni
 ``check(header, result)``: what was expected and found where they do not fit one another, or None.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from steadygrad.studies.text import show
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -176,6 +179,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         environment: Versions and hardware, of :func:`steadygrad.studies.environment.environment`.
         files: SHA-256 of the user's files, by the function that comes from them.
         first_losses: Mean losses before training; empty where they do not repeat.
+        first_value: ``Task.evaluate``'s value before training; None without one.
         time: When and where the run was created.
     """
 
@@ -186,7 +190,20 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, Any]
     files: dict[str, dict[str, str]] = {}
     first_losses: tuple[float, ...] = ()
+    first_value: float | None = None
     time: dict[str, str] = {}
+
+    def rise(self, results: Iterable[Any]) -> str:
+        """The answer where ``Task.evaluate`` rises and ends no training lower; empty elsewhere."""
+        alike, first, inf = "Task.start" in self.task.provenance, self.first_value, math.inf
+        # Other repeats begin with other weights.
+        runs = (run for run in results if getattr(run, "loss", inf) < inf)
+        ends = [run.loss for run in runs if alike or not run.repeat]
+        if first is None or not ends or not min(ends) >= first < (most := max(ends)):
+            return ""
+        rise = f"Task.evaluate falls in no training, and rises from {show(first)} to {show(most)}"
+        remedy = "return 1 less it; else try another Task.lr, more data, or another --budget"
+        return f"Nothing can be judged: {rise}; if it is to rise, as an accuracy, {remedy}."
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -211,6 +228,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         task: The task's name.
         sample: What one sample is called.
         answer: The answer in one sentence.
+        rise: The answer where the header's ``Task.evaluate`` rises; nothing is judged then.
         table: The numbers that it rests on; None where there are none yet.
         remarks: At most three more sentences, the most important first.
     """
@@ -221,6 +239,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     sample: str
     answer: str = ""
+    rise: str = ""
     table: Table | None = None
     remarks: tuple[str, ...] = ()
 
@@ -232,6 +251,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def worded(self: S, words: Any) -> S:
         """The same with answer, table and remarks, as the study's module of ``words`` has them."""
         said = {name: getattr(words, name)(self) for name in ("answer", "table", "remarks")}
+        said["answer"] = self.rise or said["answer"]
         return msgspec.structs.replace(self, **said)
 
     def to_dict(self) -> Mapping[str, Any]:

@@ -221,6 +221,10 @@ class Trainer:
             # The step began without the checkpoint's state, and made one of its own.
             found, made = (x.optimizer["state"] for x in (start, state))
             together(lambda: check_optimizer_state(found, made))
+            self.restart()
+            self.backward(torch.arange(size))
+            with guarded("A step of the optimizer, with Task.start's state,"):
+                self.scaler.step(self.optimizer)
         self.restart()
 
     def check_rate(self) -> None:

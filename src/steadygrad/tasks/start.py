@@ -23,10 +23,12 @@ OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 LAYOUT, INDEX = ".metadata", "model.safetensors.index.json"
 # Weights and states of Hugging Face's Trainer, and of Accelerate.
 WEIGHTS, STATES = ("model.safetensors", INDEX), ("optimizer.pt", "optimizer.bin")
-# Options of an optimizer that stay the task's own: studies change them with the batch size.
-TASKS_OWN = ("lr", "betas", "weight_decay")
-# States that are counts, squares, or sums of squares.
-NEVER_NEGATIVE = re.compile(r"(step|\w*sq\w*|sum|\w*var|acc_delta|exp_inf) of ")
+# Options that stay the task's own: studies change them, or they say how a step is computed.
+TASKS_OWN = ("lr", "betas", "weight_decay", "capturable", "foreach", "fused", "differentiable")
+# Buffers of normalizations; others may hold infinities, as masks do.
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+# States and buffers that are counts, squares, or sums of squares.
+NEVER_NEGATIVE = re.compile(r"(step|\w*sq\w*|sum|\w*var|acc_delta|exp_inf) of |.*(g_var|_tracked)$")
 
 
 def _wrong(expected: str, found: str, remedy: str) -> InputError:
@@ -145,7 +147,8 @@ def fitting_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     for name, p in named:
         if state[name] is not kept[id(p)] and not torch.equal(state[name], kept[id(p)]):
             raise _wrong("hold tied weights alike", f"others in {name!r}", "untie the model's")
-    _check_values({name: state[name] for name, p in named if p.requires_grad})
+    used = [n for n, p in named if p.requires_grad] + [n for n in own if n.endswith(RUNNING)]
+    _check_values({name: state[name] for name in used}, own)
     return state
 
 
@@ -173,7 +176,7 @@ def fitting_optimizer(
     own, there = ([bool(group.get("maximize")) for group in x] for x in (new, groups))
     if own != there:
         raise _wrong(f"have maximize = {own}, as make_optimizer has", f"{there}", "set it there")
-    _check_values({f"{n} of a group": x for old in groups for n, x in old.items() if n in new[0]})
+    _check_values({f"{n} of a group": x for g in groups for n, x in g.items() if n in new[0]}, {})
     return {
         "state": {key_of[str(one)]: dict(own) for one, own in values.items()},
         "param_groups": [
@@ -196,19 +199,18 @@ def check_optimizer_state(state: Mapping[Any, Any], made: Mapping[Any, Any]) -> 
         for s in (made, state)
     )
     _check(own, found, "the state of the optimizer that Task.make_optimizer makes")
-    _check_values({f"{n} of {one}": x for one, s in state.items() for n, x in s.items()})
+    _check_values({f"{n} of {one}": x for one, s in state.items() for n, x in s.items()}, own)
 
 
-def _check_values(found: Mapping[str, Any]) -> None:
-    """Refuses numbers that no training leaves: its losses would be blamed for them."""
+def _check_values(found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuses numbers, in one's own types, that no training leaves: losses would be blamed."""
     for name, value in found.items():
         numbers = torch.as_tensor(value if isinstance(value, (Tensor, int, float)) else 0)
+        numbers = numbers.to(getattr(own.get(name), "dtype", numbers.dtype))
         finite = bool(torch.isfinite(numbers).all())
         if not finite or (NEVER_NEGATIVE.match(name) and bool((numbers < 0).any())):
-            what = f"{name!r} with {'negative numbers' if finite else 'others'}"
-            raise _wrong(
-                "hold finite numbers, and no negative squares or counts", what, "an older one"
-            )
+            what = f"{name!r}, {'negative' if finite else 'not finite'}"
+            raise _wrong("hold finite numbers, no negative squares or counts", what, "an older one")
 
 
 def _check(own: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:

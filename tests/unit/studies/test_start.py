@@ -20,12 +20,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, AdamW
 
 from steadygrad._checks import InputError
+from steadygrad.studies.folder import read_run
+from steadygrad.tasks import TaskError
 from steadygrad.tasks.start import digest_of, files_of, fitting_weights, read_start
 from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, make_trainer, part, weights, worst
+<<<<<<< HEAD
 from tests.unit.studies.tiny_task import losses, without_dropout
 from tests.unit.test_states import damaged
+=======
+from tests.unit.studies.tiny_task import losses, mean, without_dropout
+>>>>>>> own
 
 TASK = without_dropout()
 # Another rate, other betas and another decay than the training's: those of the task hold.
@@ -258,6 +264,8 @@ def group(**options):
         (lambda m, o: m["0.weight"].fill_(math.nan), "'0.weight', not finite"),
         (lambda m, o: m.update({"0.bias": m["0.bias"].long()}), "whole numbers in it"),
         (lambda m, o: m.update({"0.bias": m["0.bias"].cfloat()}), "complex in it"),
+        (lambda m, o: m.update({"0.bias": m["0.bias"].double() + 1e300}), "'0.bias', not finite"),
+        (state(0, "exp_avg", lambda x: x.double() + 1e300), "'exp_avg of 0', not finite"),
         (state(0, "exp_avg", lambda x: x * math.inf), "'exp_avg of 0', not finite"),
         (state(1, "exp_avg_sq", lambda x: x.neg()), "'exp_avg_sq of 1', negative"),
         (state(1, "exp_avg_sq", lambda x: x.long()), "'exp_avg_sq of 1': (16,), whole numbers"),
@@ -287,6 +295,26 @@ def test_what_is_no_state_and_a_dictionary_in_itself(tmp_path):
         torch.save(saved, tmp_path / "saved")
         with refused("Task.start"):
             read_start(tmp_path / "saved")
+
+
+def test_running_statistics_are_checked_and_no_other_buffers():
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor([-math.inf]))
+    for name, value in (("mean", math.inf), ("mean", 1e300), ("var", math.nan), ("var", -5.0)):
+        saved = fitting_weights(model.state_dict(), model)
+        saved[f"running_{name}"] = torch.tensor([value], dtype=torch.float64)
+        with refused("Task.start", f"running_{name}"):
+            fitting_weights(saved, model)
+
+
+def test_how_a_step_is_computed_is_the_tasks_own(tmp_path):
+    training, how = Training(AdamW), ("capturable", "foreach", "fused", "differentiable")
+    training.optimizer.param_groups[0].update(dict.fromkeys(how, True))
+    begun(tmp_path / "saved", plain, training, make_optimizer=AdamW).check_task()
+    for broken in ({"amsgrad": True}, {"amsgrad": False, "eps": "foo"}):
+        training.optimizer.param_groups[0].update(broken)
+        with refused("with Task.start's state", kind=TaskError):
+            begun(tmp_path / "saved", plain, training, make_optimizer=AdamW).check_task()
 
 
 def test_tied_weights_that_differ_are_refused():
@@ -388,13 +416,15 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(tmp_path, monkeypatch):
     plain(Training(), path)
     (tmp_path / "task.py").write_text(
         "from dataclasses import replace\n"
-        "from tests.unit.studies.tiny_task import without_dropout\n"
-        f"def make(): return replace(without_dropout(), start={str(path)!r})\n"
+        "from tests.unit.studies.tiny_task import mean, without_dropout\n"
+        f"def make(): return replace(without_dropout(), start={str(path)!r}, evaluate=mean)\n"
     )
     monkeypatch.setattr(framework, "tiny", lambda factory: spec)
     monkeypatch.setattr(sys, "path", [*sys.path])
     begin(tmp_path / "run", at=1000)
     part(tmp_path / "run", 1)
+    first = read_run(tmp_path / "run").header.first_value
+    assert first == pytest.approx(mean(Training().model.requires_grad_(False), TASK.valid))
     lightning(Training(), path)  # the same numbers in another file
     with refused("Task.start as it was"):
         part(tmp_path / "run", 1)

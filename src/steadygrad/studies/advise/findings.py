@@ -29,9 +29,10 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
-    evidence, plan = Evidence(header, results), header.plan
-    recommendation, rates = _recommendation(evidence), _rates(evidence)
-    schedule, going_on = _schedule(evidence), _going_on(evidence)
+    rise, plan = header.rise(results), header.plan
+    evidence = Evidence(header, Results(results.select(Noise)) if rise else results)
+    recommendation = Recommendation(why="flat") if rise else _recommendation(evidence)
+    schedule, going_on, rates = _schedule(evidence), _going_on(evidence), _rates(evidence)
     findings = (
         recommendation,
         schema.Unfinished() if status in ("interrupted", "failed") else None,
@@ -49,6 +50,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         batch_size=plan.batch_size,
         lr=evidence.task.lr * (evidence.tuned(evidence.base) or 1.0),
         tolerance=evidence.tolerance,
+        rise=rise,
         findings=tuple(finding for finding in findings if finding is not None),
         recommendation=recommendation,
         rates=rates,
@@ -168,9 +170,7 @@ def _flat(evidence: Evidence) -> schema.Flat | None:
     if not flat:
         return None
     seen = tuple(evidence.plan.points[i] for i in flat)
-    epochs = seen[-1] / evidence.task.train_size
-    # A task with an evaluation of its own has no mean loss over the validation samples.
-    return schema.Flat(points=seen, epochs=epochs, own=len(evidence.header.first_losses) == 1)
+    return schema.Flat(points=seen, epochs=seen[-1] / evidence.task.train_size)
 
 
 def _schedule(evidence: Evidence) -> schema.Schedule | None:

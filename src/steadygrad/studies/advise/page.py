@@ -58,7 +58,7 @@ def _forms(found: Summary | None, tokens: int | None) -> list[tuple[str, str]]:
 def _scratch(run: Run, found: Summary) -> Markup | None:
     """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
     evidence = Evidence(run.header, run.results)
-    if not evidence.sizes:
+    if not evidence.sizes or found.rise:
         return None
 
     def paint(figure: Figure, narrow: bool) -> None:

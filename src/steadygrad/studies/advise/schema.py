@@ -339,12 +339,11 @@ class Larger(Finding, frozen=True, tag="larger"):
 class Flat(Finding, frozen=True, tag="flat"):
     """Points, in samples, along whose branches the smallest batch's loss does not fall.
 
-    ``epochs``: how many times the data were seen at the last. ``own``: the loss is Task.evaluate's.
+    ``epochs``: how many times the data were seen at the last.
     """
 
     points: tuple[int, ...]
     epochs: float
-    own: bool = False
 
 
 class Unfinished(Finding, frozen=True, tag="unfinished"):

@@ -35,10 +35,8 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     if found.why == "unmeasured":
         return "Nothing can be said yet: no batch size was compared with another.", ""
     if found.why == "flat":
-        own = any(isinstance(flat, schema.Flat) and flat.own for flat in s.findings)
+        fall = f"the validation loss of {base} does not fall"
         remedy = "try another Task.lr, more data, or another --budget"
-        remedy = "if it is to rise, as an accuracy, return 1 less it; else " * own + remedy
-        fall = f"{'Task.evaluate' if own else 'the validation loss'} of {base} does not fall"
         return f"No batch size can be advised: {fall}; {remedy}.", ""
     samples = _count(found.samples or 0, s)
     larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)

@@ -27,8 +27,8 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 
     The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
-    evidence, plan, task = Evidence(header, results), header.plan, header.task
-    runs = results.select(Run)
+    plan, task, runs, rise = header.plan, header.task, results.select(Run), header.rise(results)
+    evidence = Evidence(header, Results() if rise else results)
     lost = {n: sum(math.isinf(r.loss) for r in runs if r.optimizer == n) for n in plan.optimizers}
     titles = {name: KNOWN[name].title if name in KNOWN else name for name in plan.optimizers}
     titles |= {
@@ -54,6 +54,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         trained=len(runs),
         diverged=sum(lost.values()),
         diverged_by=lost,
+        rise=rise,
     )
     return replace(found, findings=tuple(find(found))).worded(words)
 

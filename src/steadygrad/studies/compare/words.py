@@ -139,7 +139,7 @@ def _verdict(row: Verdict, s: Summary) -> str:
 
 def too_little(s: Summary) -> str | None:
     """Without a verdict nothing is said."""
-    if s.verdicts:
+    if s.verdicts or s.rise:
         return None
     return "The budget was over before two seeds of the verdicts were trained"
 

@@ -14,7 +14,7 @@ from steadygrad.studies.advise import words
 from steadygrad.studies.advise.analysis import Evidence
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
-from steadygrad.studies.advise.schema import Flat, Larger, Point, Summary, Unfinished
+from steadygrad.studies.advise.schema import Flat, Larger, Point, Scratch, Summary, Unfinished
 from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.sequential import LOOKS
 from tests.unit.studies.advise.events import (
@@ -250,14 +250,22 @@ def test_a_schedule_takes_fewer_steps_than_the_constant_batch(points, criticals,
     assert [size for _, size in evidence.schedule] == sizes
 
 
+def test_an_evaluation_that_falls_in_no_training_is_not_judged():
+    runs = known({16: 1.0}).results
+    least = min(run.loss for run in runs if not getattr(run, "repeat", 1))
+    runs.add(replace(runs.select(Scratch)[1], repeat=1, loss=least - 1))  # begins elsewhere
+    for first, start, rises in [(least, "", 1), (least, "Task.start", 0), (least + 1e-9, "", 0)]:
+        task = replace(HEADER.task, provenance={start: ""})
+        summary = summarize(replace(HEADER, task=task, first_value=first), runs, "budget")
+        assert (summary.answer == summary.rise, summary.checked == ()) == (rises, rises)
+
+
 def test_points_along_whose_branches_the_loss_does_not_fall():
     second = branches(1e5, sigma=0.5, seed=3, point=1)
     events = [point(0, 1024), *branches(120.0, sigma=1e-3), *second, point(1, LENGTH)]
     header = make_header(task={"train_size": 512})
     summary = summarize(header, Results(events), "complete")
     assert found(summary, Flat) == Flat(points=(LENGTH,), epochs=8.0)
-    own = summarize(replace(header, first_losses=(0.5,)), Results(events), "complete")
-    assert found(own, Flat).own
     assert [row.resolved for row in summary.points] == [True, False]
     assert summary.going_on.from_samples == 1024
 

@@ -72,7 +72,6 @@ FLAT = {"recommendation": schema.Recommendation(why="flat")}
         (12, GROWING, {}, ["8 from 0 and 24 from 9 sequences on, needs 10%", "17% fewer"]),
         (12, schema.Flat(points=(64, 256), epochs=3.2), {}, ["64 and 256", "data seen 3 times"]),
         (None, schema.Flat(points=(64,), epochs=1), FLAT, ["validation loss of batch 8 does not"]),
-        (None, schema.Flat(points=(64,), epochs=1, own=True), FLAT, ["Task.evaluate of batch 8"]),
         (12, schema.Unfinished(), {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
     ],
 )

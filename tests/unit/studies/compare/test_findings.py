@@ -7,8 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.compare import words
+from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Ratio, Run, Traits, Verdict
-from tests.unit.studies.compare.runs import by, noisy, planned, summary
+from tests.unit.studies.compare.runs import by, header_of, noisy, planned, record, summary
 
 PLAN = planned(seeds=5)
 
@@ -53,6 +54,12 @@ def test_a_baseline_that_diverges_gives_no_verdict():
     found = summary(PLAN, curve)
     rows = {(row.verdict, row.baseline_lost) for row in found.verdicts}
     assert rows == {("cannot tell", 2)}
+
+
+def test_an_evaluation_that_falls_in_no_training_is_not_judged():
+    header = replace(header_of(PLAN), first_value=0.0)
+    found = summarize(header, record(PLAN, by(lans=-0.1)), "budget")
+    assert (found.findings, found.answer, words.too_little(found)) == ((), found.rise, None)
 
 
 @pytest.mark.parametrize(
