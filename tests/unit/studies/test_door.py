@@ -116,6 +116,14 @@ class Turn(nn.Bilinear):
         return (x.float() * self.weight[0]).real
 
 
+class Renormed(nn.Linear):
+    """A weight that each forward pass of a training changes in place."""
+
+    def forward(self, x):
+        self.weight.data.mul_(0.5 if self.training else 1.0)
+        return super().forward(x)
+
+
 def turned():
     return nn.Sequential(*make_model(), Turn(1, 1, 1, bias=False, dtype=torch.complex64))
 
@@ -249,17 +257,21 @@ class Sets(SGD):
 
 
 class Ignores(SGD):
-    """Steps at the rate that it was made with, once it has waited."""
+    """Steps at a rate of its own, which is in its group for as long as a weight moves, or not."""
 
-    def __init__(self, parameters, lr, wait=0):
+    def __init__(self, parameters, lr, rate=lambda lr, *_: lr, writes=False):
         super().__init__(parameters, lr)
-        self.own, self.wait = lr, wait
+        self.own, self.rate, self.writes, self.steps = lr, rate, writes, 0
 
     @torch.no_grad()
     def step(self):
-        self.wait -= 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=self.own * (self.wait < 0))
+        group, self.steps = self.param_groups[0], self.steps + 1
+        found = group["lr"]
+        for place, p in enumerate(group["params"]):
+            rate = self.rate(self.own, found, self.steps, place)
+            group["lr"] = rate if self.writes else found
+            p.sub_(p.grad, alpha=rate)
+        group["lr"] = found
 
 
 class Waits(SGD):
@@ -290,7 +302,14 @@ class Waits(SGD):
         hooked(post=0.5, after=100),
         Sets,
         Ignores,
-        lambda ps, lr: Ignores(ps, lr, wait=1),
+        # After a step that moves nothing; for some weights; above a limit.
+        partial(Ignores, rate=lambda own, lr, step, place: own * (step > 1)),
+        partial(Ignores, rate=lambda own, lr, step, place: own if place > 2 else lr),
+        partial(Ignores, rate=lambda own, lr, step, place: min(own, lr)),
+        # Put back.
+        partial(Ignores, rate=lambda own, lr, step, place: min(own / 2, lr), writes=True),
+        partial(Ignores, rate=lambda own, lr, step, place: lr * step / 500, writes=True),
+        partial(Ignores, rate=lambda own, lr, step, place: lr / (1 + step // 20), writes=True),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -320,6 +339,11 @@ def test_every_study_refuses_it(study, tmp_path):
         {"make_optimizer": Waits, "make_model": with_norm, "batch_size": 8},
         {"make_optimizer": RAdam, "warmup_samples": 1 << 40},
         {"make_optimizer": AdamW, "lr": 1e-30},
+        # A weight that the optimizer does not have, and one that it does.
+        {
+            "make_model": lambda: nn.Sequential(Renormed(8, 16), Renormed(16, 1)),
+            "make_optimizer": lambda ps, lr: SGD(ps[2:], lr),
+        },
         {"make_optimizer": AdamW, "per_sample_loss": lambda model, batch: 0 * losses(model, batch)},
     ],
 )
