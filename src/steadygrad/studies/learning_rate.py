@@ -51,8 +51,7 @@ class RateSetter:
             {name: copy.deepcopy(group[name]) for name in TASKS_OWN if name in group}
             for group in optimizer.param_groups
         ]
-        # As set, then as each step saw them, behind the task's own hooks. A hook that holds this
-        # object would make a cycle, which keeps the optimizer's memory.
+        # As set, and as steps saw them. A hook that holds this object would make a cycle.
         self._rates = rates = [_rates(optimizer)]
         optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(_rates(optimizer)))
         begun = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -77,6 +76,11 @@ class RateSetter:
             if self._keep_half_life and (size, factor) != (task.batch_size, 1.0):
                 _keep_half_life(group, options, size / task.batch_size, factor)
         self._rates[:] = [_rates(self._optimizer)]
+
+    def note(self, *_: Any) -> None:
+        """Notes other rates than the last; at each call in a step also those that are put back."""
+        if (rates := _rates(self._optimizer)) != self._rates[-1]:
+            self._rates.append(rates)
 
     def check(self, found: str = "") -> None:
         """Refuses an optimizer that has changed a rate since it was set, or was ``found`` to."""

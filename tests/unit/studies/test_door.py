@@ -116,6 +116,14 @@ class Turn(nn.Bilinear):
         return (x.float() * self.weight[0]).real
 
 
+class Renormed(nn.Linear):
+    """A weight that each forward pass of a training changes in place."""
+
+    def forward(self, x):
+        self.weight.data.mul_(0.5 if self.training else 1.0)
+        return super().forward(x)
+
+
 def turned():
     return nn.Sequential(*make_model(), Turn(1, 1, 1, bias=False, dtype=torch.complex64))
 
@@ -248,6 +256,7 @@ class Sets(SGD):
         super().step()
 
 
+<<<<<<< HEAD
 class Waits(SGD):
     """Moves nothing in its first steps; then at the rate that is set, or that it was made with."""
 
@@ -260,6 +269,35 @@ class Waits(SGD):
         self.wait -= 1
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad, alpha=(self.own or self.param_groups[0]["lr"]) * (self.wait < 0))
+=======
+class Ignores(SGD):
+    """Steps at a rate of its own, which is in its group for as long as a weight moves, or not."""
+
+    def __init__(self, parameters, lr, rate=lambda lr, *_: lr, writes=False):
+        super().__init__(parameters, lr)
+        self.own, self.rate, self.writes, self.steps = lr, rate, writes, 0
+
+    @torch.no_grad()
+    def step(self):
+        group, self.steps = self.param_groups[0], self.steps + 1
+        found = group["lr"]
+        for place, p in enumerate(group["params"]):
+            rate = self.rate(self.own, found, self.steps, place)
+            group["lr"] = rate if self.writes else found
+            p.sub_(p.grad, alpha=rate)
+        group["lr"] = found
+
+
+class Waits(SGD):
+    """Moves nothing in its first steps."""
+
+    wait = 5
+
+    def step(self):
+        self.wait -= 1
+        if self.wait < 0:
+            super().step()
+>>>>>>> rates2
 
 
 @pytest.mark.parametrize(
@@ -278,8 +316,20 @@ class Waits(SGD):
         # In the training itself.
         hooked(post=0.5, after=100),
         Sets,
+<<<<<<< HEAD
         partial(Waits, wait=0, ignores=True),
         partial(Waits, wait=1, ignores=True),
+=======
+        Ignores,
+        # After a step that moves nothing; for some weights; above a limit.
+        partial(Ignores, rate=lambda own, lr, step, place: own * (step > 1)),
+        partial(Ignores, rate=lambda own, lr, step, place: own if place > 2 else lr),
+        partial(Ignores, rate=lambda own, lr, step, place: min(own, lr)),
+        # Put back.
+        partial(Ignores, rate=lambda own, lr, step, place: min(own / 2, lr), writes=True),
+        partial(Ignores, rate=lambda own, lr, step, place: lr * step / 500, writes=True),
+        partial(Ignores, rate=lambda own, lr, step, place: lr / (1 + step // 20), writes=True),
+>>>>>>> rates2
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -309,6 +359,11 @@ def test_every_study_refuses_it(study, tmp_path):
         {"make_optimizer": Waits, "make_model": with_norm, "batch_size": 8},
         {"make_optimizer": RAdam, "warmup_samples": 1 << 40},
         {"make_optimizer": AdamW, "lr": 1e-30},
+        # A weight that the optimizer does not have, and one that it does.
+        {
+            "make_model": lambda: nn.Sequential(Renormed(8, 16), Renormed(16, 1)),
+            "make_optimizer": lambda ps, lr: SGD(ps[2:], lr),
+        },
         {"make_optimizer": AdamW, "per_sample_loss": lambda model, batch: 0 * losses(model, batch)},
     ],
 )
