@@ -256,20 +256,6 @@ class Sets(SGD):
         super().step()
 
 
-<<<<<<< HEAD
-class Waits(SGD):
-    """Moves nothing in its first steps; then at the rate that is set, or that it was made with."""
-
-    def __init__(self, parameters, lr, wait=5, ignores=False):
-        super().__init__(parameters, lr)
-        self.own, self.wait = ignores and lr, wait
-
-    @torch.no_grad()
-    def step(self):
-        self.wait -= 1
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=(self.own or self.param_groups[0]["lr"]) * (self.wait < 0))
-=======
 class Ignores(SGD):
     """Steps at a rate of its own, which is in its group for as long as a weight moves, or not."""
 
@@ -297,7 +283,6 @@ class Waits(SGD):
         self.wait -= 1
         if self.wait < 0:
             super().step()
->>>>>>> rates2
 
 
 @pytest.mark.parametrize(
@@ -316,10 +301,6 @@ class Waits(SGD):
         # In the training itself.
         hooked(post=0.5, after=100),
         Sets,
-<<<<<<< HEAD
-        partial(Waits, wait=0, ignores=True),
-        partial(Waits, wait=1, ignores=True),
-=======
         Ignores,
         # After a step that moves nothing; for some weights; above a limit.
         partial(Ignores, rate=lambda own, lr, step, place: own * (step > 1)),
@@ -329,7 +310,6 @@ class Waits(SGD):
         partial(Ignores, rate=lambda own, lr, step, place: min(own / 2, lr), writes=True),
         partial(Ignores, rate=lambda own, lr, step, place: lr * step / 500, writes=True),
         partial(Ignores, rate=lambda own, lr, step, place: lr / (1 + step // 20), writes=True),
->>>>>>> rates2
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

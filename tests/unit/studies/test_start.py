@@ -26,12 +26,8 @@ from steadygrad.tasks.start import digest_of, files_of, fitting_weights, read_st
 from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, make_trainer, part, weights, worst
-<<<<<<< HEAD
-from tests.unit.studies.tiny_task import losses, without_dropout
-from tests.unit.test_states import damaged
-=======
 from tests.unit.studies.tiny_task import losses, mean, without_dropout
->>>>>>> own
+from tests.unit.test_states import damaged
 
 TASK = without_dropout()
 # Another rate, other betas and another decay than the training's: those of the task hold.
