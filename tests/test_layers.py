@@ -65,7 +65,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3631,
     "studies/advise": 2288,
-    "studies/compare": 2041,
+    "studies/compare": 1962,
     "studies/inspect": 1288,
     "studies/ab": 1052,
     "tasks": 1703,
