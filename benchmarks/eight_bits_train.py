@@ -35,7 +35,7 @@ def train(trainer: Trainer, entry: Entry, lr: float, seed: int) -> float:
     """Validation loss after a training; infinite if it diverged."""
     task = trainer.task
     size, samples = task.batch_size, STEPS[task.name] * task.batch_size
-    trainer.task = entry.task(task, lr, 0, samples)
+    trainer.task = entry.task(task, lr, samples)
     try:
         trainer.restart(seed)
         trainer.seed_everything("run", seed)

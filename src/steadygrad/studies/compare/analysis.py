@@ -10,7 +10,6 @@ from msgspec.structs import asdict
 
 from steadygrad.studies.compare.schema import (
     BASELINE,
-    KNOWN,
     Cost,
     Critical,
     Header,
@@ -19,7 +18,6 @@ from steadygrad.studies.compare.schema import (
     Speed,
     Tuned,
     Verdict,
-    knobs_at,
 )
 from steadygrad.studies.compare.search import Search
 from steadygrad.studies.compare.statistics import choice_variance, compare_pairs, sample_ratio
@@ -51,7 +49,7 @@ class Evidence:
 
     def runs(self, name: str, multiple: int, rung: int) -> dict[int, Run]:
         """Runs of an optimizer's verdict, by seed."""
-        key = name, multiple, self.plan.horizons[rung], *self.searches[multiple].tuned(name, rung)
+        key = name, multiple, self.plan.horizons[rung], self.searches[multiple].tuned(name, rung)
         seeds = range(1, 1 + self.plan.seeds)
         return {seed: run for seed in seeds if (run := self.results.get(Run, *key, seed))}
 
@@ -108,7 +106,7 @@ class Evidence:
     def tuned(self, multiple: int, name: str) -> Tuned:
         """The search for one optimizer and batch size."""
         search = self.searches[multiple]
-        rungs, (point, step) = range(search.last + 1), search.tuned(name, search.last)
+        rungs, step = range(search.last + 1), search.tuned(name, search.last)
         tried = {rung: search.tried(name, rung) for rung in rungs}
         is_done = all(len(tried[rung]) == len(search.ladders(rung)[name]) for rung in rungs)
         runs = (run for run in self.results.select(Run) if run.optimizer == name)
@@ -120,7 +118,6 @@ class Evidence:
             multiple=multiple,
             lr=next(bases) * 2.0**step if is_done else None,
             step=step,
-            knobs=knobs_at(KNOWN[name].knobs, point) if name in KNOWN else {},
             # Over the rungs that the verdicts have their rates from.
             interior=all(search.is_interior(name, rung) for rung in rungs[1:])
             if is_done and not fixed

@@ -18,10 +18,8 @@ from steadygrad.studies.compare.schema import (
     BASELINE,
     KNOWN,
     OWN,
-    Knobs,
     Settings,
     Traits,
-    knobs_at,
 )
 from steadygrad.tasks import Task, load_function
 
@@ -32,21 +30,19 @@ class Entry:
 
     Attributes:
         lr: Default learning rate.
-        make: ``(model, lr, **knobs) -> optimizer``.
-        knobs: Bounds of two options beside the learning rate; empty where none can be tuned.
+        make: ``(model, lr) -> optimizer``.
         traits: As the plan has them.
     """
 
     lr: float
     make: Callable[..., Optimizer]
-    knobs: Knobs = field(default_factory=dict)
     traits: Traits = field(default_factory=Traits)
 
-    def task(self, task: Task, lr: float, point: int, samples: int) -> Task:
+    def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""
         return replace(
             task,
-            make_optimizer=lambda model, lr: self.ready(model, lr, knobs_at(self.knobs, point)),
+            make_optimizer=self.ready,
             optimizer_takes="model",
             lr=lr,
             lr_rule="constant",
@@ -54,10 +50,10 @@ class Entry:
             lr_decay="none" if self.traits.own_schedule else "linear",
         )
 
-    def ready(self, model: nn.Module, lr: float, knobs: Mapping[str, float] = {}) -> Optimizer:
+    def ready(self, model: nn.Module, lr: float) -> Optimizer:
         """The optimizer, in the mode for training where it has modes."""
         options = {"matrices": True} if self.traits.matrices else {}
-        optimizer = self.make(model, lr, **options, **knobs)
+        optimizer = self.make(model, lr, **options)
         switch(optimizer, "train")
         return optimizer
 
@@ -67,10 +63,10 @@ def switch(optimizer: Any, mode: str) -> None:
     getattr(optimizer, mode, lambda: None)()
 
 
-def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float, **knobs: Any) -> Optimizer:
-    if "beta2" in knobs:
-        knobs["betas"] = (0.9, knobs.pop("beta2"))
-    return kind([p for p in model.parameters() if p.requires_grad], lr=lr, **knobs)
+def _plain(
+    kind: Callable[..., Optimizer], model: nn.Module, lr: float, **options: Any
+) -> Optimizer:
+    return kind([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
 
 
 class Joined(Optimizer):
@@ -89,11 +85,11 @@ class Joined(Optimizer):
             part.step()
 
 
-def _muon(model: nn.Module, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> Joined:
+def _muon(model: nn.Module, lr: float) -> Joined:
     """Torch's Muon, with steps as long as AdamW's, so that one learning rate serves both."""
-    options: Any = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-    muon = partial(torch.optim.Muon, lr=lr, weight_decay=weight_decay, **options)
-    return _split(model, muon, partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay))
+    options: Any = {"lr": lr, "weight_decay": 0.1}
+    muon = partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw", **options)
+    return _split(model, muon, partial(torch.optim.AdamW, **options))
 
 
 def _library(
@@ -149,7 +145,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
     Raises:
         InputError: If there is no such optimizer, or one is named twice.
     """
-    known = {name: Entry(own.lr, _MAKERS[name], own.knobs) for name, own in KNOWN.items()}
+    known = {name: Entry(own.lr, _MAKERS[name]) for name, own in KNOWN.items()}
     known[OWN] = Entry(task.lr, task.optimizer)
     found = {BASELINE: known[BASELINE]}
     for name in map(str.strip, settings.optimizers.split(",")):

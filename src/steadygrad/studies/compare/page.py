@@ -26,7 +26,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     titles = found.optimizers if found else {name: name for name in plan.optimizers}
     search: dict[tuple[str, int, int], dict[float, float]] = {}
     for one in runs:
-        if not one.repeat and not _is_point(one, run.header):
+        if not one.repeat:
             search.setdefault((one.optimizer, one.multiple, one.samples), {})[one.step] = one.loss
     return {
         "found": found,
@@ -39,11 +39,6 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "missing_names": listed([name for name in KNOWN if name not in titles] + ["all others"]),
         "words": words,
     }
-
-
-def _is_point(run: Training, header: Header) -> bool:
-    """Whether a run tried a point of the other options, at a rate that was known."""
-    return run.point > 0 and run.samples == header.plan.horizons[1]
 
 
 def _differences(found: Summary, header: Header) -> Markup:
@@ -104,11 +99,9 @@ def _rates(run: Run, name: str, title: str) -> Markup | None:
         axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
         for samples, colour in colours.items():
             own = [one for one in runs if one.samples == samples and math.isfinite(one.loss)]
-            for style, points in (("-o", False), ("_", True)):
-                tried = [x for x in own if not x.repeat and _is_point(x, run.header) == points]
-                line = sorted((one.lr, one.loss) for one in tried)
-                axes.plot([lr for lr, _ in line], [y for _, y in line], style, color=colour, ms=4)
-                bests += [min(y for _, y in line)] if line and not points else []
+            line = sorted((one.lr, one.loss) for one in own if not one.repeat)
+            axes.plot([lr for lr, _ in line], [y for _, y in line], "-o", color=colour, ms=4)
+            bests += [min(y for _, y in line)] if line else []
         for one in own:
             # Of the longest runs.
             if one.repeat:

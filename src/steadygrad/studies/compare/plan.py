@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.schema import KNOWN, Plan, Settings
+from steadygrad.studies.compare.schema import Plan, Settings
 from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Key
@@ -59,7 +59,6 @@ def make_plan(
             optimizers=tuple(optimizers),
             multiples=multiples,
             horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
-            points=settings.points,
             full=full,
             seeds=seeds,
             samples_per_second=speed,
@@ -147,9 +146,6 @@ def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
                 places = range(1 if number else len(NEAR if rung else LADDER))
                 keys = [("search", multiple, rung, number, place) for place in places]
                 needs = add(rung, "learning rate", needs, *keys)
-            if rung == 1 and plan.points > 1:
-                points = [("point", multiple, point) for point in range(1, plan.points)]
-                needs = add(1, "other knobs", needs, *points)
         # The longer horizon first: a study that is cut short has said the more important. Seed by
         # seed, so that pairs are whole.
         for rung in (2, 1):
@@ -163,18 +159,14 @@ def _job(plan: Plan, key: Any, rung: int, results: Results) -> Job | None:
     kind, multiple, *where, name = key
     search, repeat = Search(plan, results, multiple), 0
     if kind == "verdict":
-        (point, step), repeat = search.tuned(name, rung), where[-1]
-    elif kind == "point":
-        if name not in KNOWN:  # without knobs it would be the same training
-            return None
-        step, point = search.best(name, 1), where[0]
+        step, repeat = search.tuned(name, rung), where[-1]
     else:
         _, number, place = where
         before = search.ladders(rung, number - 1)[name] if number else ()
         steps = [step for step in search.ladders(rung, number)[name] if step not in before]
         if place >= len(steps):
             return None
-        step, point = steps[place], search.point(name) if rung == 2 else 0
+        step = steps[place]
     # A step of one type: it is a part of the result's name.
-    at = {"multiple": multiple, "samples": plan.horizons[rung], "point": point}
+    at = {"multiple": multiple, "samples": plan.horizons[rung]}
     return {"kind": "training", "optimizer": name, **at, "step": float(step), "repeat": repeat}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +12,6 @@ from steadygrad.studies.schema import (
     CommonSettings,
     Count,
     Dtype,
-    Few,
     Positive,
     PositiveFloat,
     Result,
@@ -28,8 +27,6 @@ OWN = "task"
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
 Step = Annotated[float, Meta(ge=-64, le=64)]
-Knobs = Mapping[str, tuple[float, float]]
-"""Bounds of two options beside the learning rate; empty where none can be tuned."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +35,16 @@ class Known:
 
     title: str
     lr: float
-    knobs: Knobs = field(default_factory=dict)
 
 
-# A knob's distance from 0, or from 1 where it may be near, is drawn on a logarithmic scale.
-_BETAS, _DECAYS, _MOMENTA = (0.9, 0.999), (1e-3, 0.3), (0.8, 0.98)
-_ADAM: Knobs = {"weight_decay": _DECAYS, "beta2": _BETAS}
 KNOWN: Mapping[str, Known] = {
-    BASELINE: Known("AdamW", 1e-3, _ADAM),
-    "scaledadam": Known("ScaledAdam", 3e-2, {"scalar_lr_scale": (0.01, 0.5), "beta2": _BETAS}),
-    "lans": Known("LANS", 1e-3, _ADAM),
-    "lamb": Known("LAMB", 1e-3, _ADAM),
-    "sgd": Known("SGD", 0.1, {"weight_decay": (1e-5, 1e-2), "momentum": _MOMENTA}),
-    "muon": Known("Muon", 1e-3, {"weight_decay": _DECAYS, "momentum": _MOMENTA}),
+    BASELINE: Known("AdamW", 1e-3),
+    "scaledadam": Known("ScaledAdam", 3e-2),
+    "lans": Known("LANS", 1e-3),
+    "lamb": Known("LAMB", 1e-3),
+    "sgd": Known("SGD", 0.1),
+    "muon": Known("Muon", 1e-3),
 }
-
-
-def knobs_at(knobs: Knobs, point: int) -> dict[str, float]:
-    """Values of the knobs at a quasi-random point, the same place for all optimizers.
-
-    Point 0 is the optimizer's defaults. The others are the sequence R2 of Roberts (2018).
-    """
-    if point == 0:
-        return {}
-    ratio = 1.324717957244746
-    return {
-        name: _between(*bounds, (0.5 + point / ratio**axis) % 1)
-        for axis, (name, bounds) in enumerate(knobs.items(), start=1)
-    }
-
-
-def _between(low: float, high: float, place: float) -> float:
-    if high > 0.5:
-        return 1 - _between(1 - high, 1 - low, 1 - place)
-    return float(low * (high / low) ** place)
-
 
 # For `--help`.
 EXAMPLE = "steadygrad compare --optimizers lans,task --add file.py:make_optimizer"
@@ -106,15 +78,6 @@ class Settings(CommonSettings):
             "tuned at each of them.",
         ),
     ] = "1"
-    points: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Points of the other two knobs of each optimizer, such as weight decay and "
-            "beta2, that are tried; 1: its defaults.",
-        ),
-    ] = 1
     samples: Annotated[
         int, Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows.")
     ] = 0
@@ -154,7 +117,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         optimizers: Names of the optimizers, AdamW first.
         multiples: Batch sizes as multiples of the task's.
         horizons: Samples of a short run, of one twice as long, and of the longest.
-        points: Points of the other knobs.
         full: Whether learning rates are also tried in runs of the longest horizon.
         seeds: Paired seeds of the verdicts.
         samples_per_second: Training speed of one trial that the plan reckons with.
@@ -167,7 +129,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: Annotated[tuple[str, ...], Meta(min_length=2, max_length=64)]
     multiples: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     horizons: tuple[Positive, Positive, Positive]
-    points: Few
     full: bool
     seeds: Annotated[int, Meta(ge=1, le=1000)]
     samples_per_second: PositiveFloat
@@ -200,7 +161,6 @@ class Run(Result, frozen=True, tag="training"):
     Attributes:
         multiple: Batch size over the task's.
         samples: Length of the schedule.
-        point: Number of the point of the other knobs; 0: the optimizer's defaults.
         step: Octaves of the learning rate above the optimizer's default; whole in the search.
         repeat: Number of the seed; 0 is the search's, the others are the verdicts'.
         lr: Peak learning rate.
@@ -208,12 +168,11 @@ class Run(Result, frozen=True, tag="training"):
         curve: Samples seen and validation loss on the way, and at the end.
     """
 
-    key_fields = ("optimizer", "multiple", "samples", "point", "step", "repeat")
+    key_fields = ("optimizer", "multiple", "samples", "step", "repeat")
 
     optimizer: str
     multiple: Positive
     samples: Positive
-    point: Count
     step: Step
     repeat: Count
     lr: PositiveFloat
@@ -306,7 +265,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lr: The tuned rate; None where the search is not done.
         step: Octaves of it above the default.
-        knobs: Other options; empty for the defaults.
         interior: Whether worse rates were tried on both sides of the best one.
         tried: Losses by rung, and by octave.
     """
@@ -315,7 +273,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     multiple: int
     lr: float | None
     step: float
-    knobs: dict[str, float]
     interior: bool | None
     tried: dict[str, dict[str, float]]
 

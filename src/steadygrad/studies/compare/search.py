@@ -40,19 +40,13 @@ class Search:
         self._fixed = {name: [0] for name, traits in plan.traits.items() if traits.own_rate}
         self._ladders: dict[tuple[int, int], Ladders] = {}
 
-    def _run(self, optimizer: str, rung: int, step: int, point: int | None = None) -> Run | None:
-        """The training with the search's seed. Default: at the point that the rung is searched at.
+    def _run(self, optimizer: str, rung: int, step: int) -> Run | None:
+        """The training with the search's seed; None where it is not recorded."""
+        return self.results.get(Run, optimizer, self.multiple, self.plan.horizons[rung], step, 0)
 
-        None where it is not recorded.
-        """
-        if point is None:
-            point = self.point(optimizer) if rung == 2 else 0
-        samples = self.plan.horizons[rung]
-        return self.results.get(Run, optimizer, self.multiple, samples, point, step, 0)
-
-    def _loss(self, optimizer: str, rung: int, step: int, point: int | None = None) -> float:
+    def _loss(self, optimizer: str, rung: int, step: int) -> float:
         """Its loss; infinite where it diverged or is not recorded."""
-        run = self._run(optimizer, rung, step, point)
+        run = self._run(optimizer, rung, step)
         return run.end if run else math.inf
 
     def ladders(self, rung: int, rounds: int | None = None) -> Ladders:
@@ -98,25 +92,19 @@ class Search:
         """Whether the best step has worse neighbours on both sides."""
         return not self._edge(optimizer, rung, self.ladders(rung)[optimizer])
 
-    def point(self, optimizer: str) -> int:
-        """The best point of the other knobs."""
-        step, points = self.best(optimizer, 1), range(self.plan.points)
-        return min(points, key=lambda point: (self._loss(optimizer, 1, step, point), point))
+    def tuned(self, optimizer: str, rung: int) -> float:
+        """Step of the learning rate of the verdict at a rung.
 
-    def tuned(self, optimizer: str, rung: int) -> tuple[int, float]:
-        """Point of the other knobs, and step of the learning rate, of the verdict at a rung.
-
-        The step is where the parabola through the best one and its neighbours has its minimum, so
-        that no optimizer profits from a ladder that happens to contain its best rate.
+        It is where the parabola through the best one and its neighbours has its minimum, so that no
+        optimizer profits from a ladder that happens to contain its best rate.
         """
         rung = min(rung, self.last)
-        point, best = self.point(optimizer), self.best(optimizer, rung)
+        best = self.best(optimizer, rung)
         (below, _, above), bend = self._near(optimizer, rung), self.bend(optimizer, rung)
-        # Before the last rung, points but the default one were tried at one rate only.
-        if (point and rung < 2) or not 0 < bend < math.inf:
-            return point, float(best)
+        if not 0 < bend < math.inf:
+            return float(best)
         # A quarter of an octave is as fine as it matters.
-        return point, best + round(2 * (below - above) / bend) / 4
+        return best + round(2 * (below - above) / bend) / 4
 
     def bend(self, optimizer: str, rung: int) -> float:
         """Second difference of the losses around the best rate; infinite if one of them is."""

@@ -72,14 +72,13 @@ def training(
     optimizer: str,
     multiple: int,
     samples: int,
-    point: int,
     step: float,
     repeat: int,
 ) -> Run:
     """Trains from the initial weights; all optimizers see the same data and random numbers."""
     trainer, task, entry = place.trainer, place.trainer.task, _entries(place)[optimizer]
     lr = entry.lr * 2.0**step
-    trainer.task = entry.task(task, lr, point, samples)
+    trainer.task = entry.task(task, lr, samples)
     try:
         trainer.restart(repeat)
         trainer.seed_everything("run", repeat)
@@ -93,7 +92,6 @@ def training(
         optimizer=optimizer,
         multiple=multiple,
         samples=samples,
-        point=point,
         step=step,
         repeat=repeat,
         lr=lr,
@@ -162,7 +160,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
             check_gradients(optimizer, model, what)
             with guarded(f"A step of the optimizer {name}"):
                 optimizer.step()
-            trainer.task = replace(own.task(task, own.lr, 0, 0), name=name)
+            trainer.task = replace(own.task(task, own.lr, 0), name=name)
             trainer.check_rate()
         except InputError as error:
             # The error of a maker, such as one that leaves the rate aside, and not of a library.

@@ -25,7 +25,6 @@ PLAN = Plan(
     optimizers=("adamw", "lans", "sgd"),
     multiples=(1,),
     horizons=(32, 64, 128),
-    points=1,
     full=True,
     seeds=3,
     samples_per_second=200.0,
@@ -54,8 +53,8 @@ class Places:
         )
         self.place.tools = self.entries
 
-    def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1, point=0):
-        key = optimizer, multiple, samples, point, step, repeat
+    def train(self, optimizer, *, step=0, repeat=1, samples=128, multiple=1):
+        key = optimizer, multiple, samples, step, repeat
         return trials.training(PLAN, self.place, *key)
 
 
@@ -89,7 +88,7 @@ def record(plan, loss_of, keep=lambda result: True):
 def noisy(shifts, spread=0.01, fall=0.2):
     """Losses that fall with the samples; ``shifts`` of an optimizer by horizon."""
 
-    def loss_of(optimizer, multiple, samples, point, step, repeat):
+    def loss_of(optimizer, multiple, samples, step, repeat):
         own = shifts.get(optimizer, {}).get(samples, 0.0)
         noise = random.Random(f"{optimizer}{samples}{repeat}{multiple}").gauss(0, spread)
         common = random.Random(f"{repeat}").gauss(0, 0.1)

@@ -93,7 +93,7 @@ def bowl(lans=0, sgd=0):
     """Losses with a minimum at a step of each optimizer, which falls as runs get longer."""
     best = {"adamw": 0, "lans": lans, "sgd": sgd}
 
-    def loss_of(optimizer, multiple, samples, point, step, repeat):
+    def loss_of(optimizer, multiple, samples, step, repeat):
         return 1 + 0.1 * (step - best[optimizer]) ** 2 + 1 / samples + 0.01 * repeat
 
     return loss_of
@@ -125,12 +125,12 @@ def test_an_interior_best_rate_needs_no_more_trials():
     assert counts(journal) == dict.fromkeys(search.plan.optimizers, 5 + 3 + 3)
     assert steps(journal, "lans", 32) == [-2, -1, 0, 1, 2]
     assert steps(journal, "lans", 64) == [0, 1, 2]
-    assert search.tuned("lans", 2) == (0, 1)
+    assert search.tuned("lans", 2) == 1
     names = search.plan.optimizers
     assert all(search.is_interior(name, rung) for name in names for rung in range(3))
     # Without a third rung the longest runs have the rate of those half as long.
     search, journal = searched(bowl(lans=1), full=False)
-    assert (search.tuned("lans", 2), steps(journal, "lans", 128)) == ((0, 1), [])
+    assert (search.tuned("lans", 2), steps(journal, "lans", 128)) == (1, [])
 
 
 def test_one_with_a_rate_of_its_own_makes_no_ladder_grow():
@@ -146,7 +146,7 @@ def test_a_best_rate_at_the_edge_extends_the_ladders_of_all():
     assert steps(journal, "lans", 32) == [-2, -1, 0, 1, 2, 3, 4, 5]
     # The others get theirs at the end with the lower loss, and below where both are equal.
     assert steps(journal, "adamw", 32) == [-4, -3, -2, -1, 0, 1, 2, 3]
-    assert search.tuned("lans", 1) == search.tuned("lans", 2) == (0, 4)
+    assert search.tuned("lans", 1) == search.tuned("lans", 2) == 4
     assert search.is_interior("lans", 0)
 
 
@@ -173,33 +173,8 @@ def test_the_verdict_has_the_rate_between_the_ladders(true, wall, step):
         return wall if wall and step > 0 else 1 + 0.1 * (step - true) ** 2
 
     search, journal = searched(loss_of)
-    assert search.tuned("lans", 2) == (0, step)
+    assert search.tuned("lans", 2) == step
     assert {run.step for run in journal.select(Run) if run.repeat > 2} == {step}
-
-
-def test_the_last_rung_is_searched_at_the_best_point_of_the_other_knobs():
-    def loss_of(optimizer, samples, point, step, **fields):
-        # At its best point the best rate is another one; the default one's lies between two.
-        best = 1 if (optimizer, point, samples) == ("lans", 2, 128) else 0 if point else 0.45
-        return 1 + 0.1 * (step - best) ** 2 - 0.3 * (point == 2)
-
-    search, journal = searched(loss_of, points=4)
-    assert search.point("lans") == 2
-    assert search.tuned("lans", 2) == (2, 1)
-    assert search.tuned("adamw", 2) == (2, 0)
-    # The shorter verdict has the rate at which the point was tried: the parabola of the default
-    # point says nothing of another.
-    assert search.tuned("lans", 1) == (2, 0)
-    verdicts = [run for run in journal.select(Run) if run.repeat and run.samples == 128]
-    assert {(run.point, run.step) for run in verdicts if run.optimizer == "lans"} >= {(2, 1)}
-    # The same number of trials for all.
-    assert len(set(counts(journal).values())) == 1
-
-
-def test_an_optimizer_without_knobs_is_not_trained_twice_at_the_same_ones():
-    _, journal = searched(lambda step, **f: 1 + step**2, optimizers=("adamw", "mine"), points=3)
-    points = {(run.optimizer, run.point) for run in journal.select(Run)}
-    assert points == {("adamw", 0), ("adamw", 1), ("adamw", 2), ("mine", 0)}
 
 
 def test_larger_batches_are_searched_around_the_square_root():
@@ -215,7 +190,7 @@ def test_larger_batches_are_searched_around_the_square_root():
 @pytest.mark.parametrize("seed", range(25))
 def test_all_optimizers_get_the_same_trials_in_whatever_order(seed):
     """Losses at random, with infinities, NaN and ties; any order that the trials' needs allow."""
-    plan = planned(points=1 + seed % 2, full=bool(seed % 3), multiples=((1,), (1, 4))[seed % 2])
+    plan = planned(full=bool(seed % 3), multiples=((1,), (1, 4))[seed % 2])
     generator, drawn = random.Random(seed), {}
 
     def loss_of(**fields):
@@ -244,7 +219,7 @@ def test_all_optimizers_get_the_same_trials_in_whatever_order(seed):
 
 
 def test_trials_are_in_an_order_that_serves_them():
-    trials = make_trials(planned(multiples=(1, 4), points=3), 64)
+    trials = make_trials(planned(multiples=(1, 4)), 64)
     places = {trial.key: place for place, trial in enumerate(trials)}
     assert len(places) == len(trials)
     assert all(places[key] < places[trial.key] for trial in trials for key in trial.needs)
