@@ -71,7 +71,8 @@ class Evidence:
         state = [
             one
             for one, again in self.again
-            if one in both and not abs(again - first[one]) <= np.nanstd((a, b)[one > 0]) / 10
+            if one in both and not np.isnan(first[one])
+            if not abs(again - first[one]) <= np.nanstd((a, b)[one > 0]) / 10
         ]
         alone = is_one_run(a, b)[-1], is_one_run(b, a)[-1]
         seed = [one for one, is_one in zip(both, alone, strict=True) if is_one and pairs > 2]

@@ -4,6 +4,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -166,8 +167,8 @@ def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
             began = time.monotonic()
             value = _called(place, own, seed, number)
             took = {"seconds": round(time.monotonic() - began, 3)}
-            if pair in AGAIN:
-                again = _called(place, own, seed - pair, number - pair)
+            with suppress(InputError):  # of the first pair's run
+                again = _called(place, own, seed - pair, number - pair) if pair in AGAIN else None
         # Squares of others would be zero or infinite.
         value = value if not abs(value) < 1e-100 else 0.0
         failure = "" if abs(value) < 1e100 else f"the metric is {value}"

@@ -207,6 +207,11 @@ def test_runs_that_are_not_of_their_seed_alone_have_no_verdict(arms, doubts, pai
     assert found.exit_code == 4
 
 
+def test_a_failed_first_run_is_no_state(tmp_path):
+    (row,) = study(tmp_path / "run", a, failing(0), pairs=6).summary.findings
+    assert (row.verdict, row.failed, row.doubt) == ("cannot tell", (0, 1), None)
+
+
 def test_chance_on_a_gpu_is_no_state(tmp_path):
     """The second call differs by a hundredth of what seeds do."""
     chance = np.random.default_rng(0)
