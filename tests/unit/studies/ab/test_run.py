@@ -147,14 +147,6 @@ def test_a_alone_has_seeds_of_its_own_and_says_what_is_noise(tmp_path):
     assert (row.verdict, found.summary.exit_code) == ("no difference", 3)
 
 
-def test_a_metric_that_does_not_hang_on_the_seed_tells_nothing(tmp_path):
-    found = study(tmp_path / "run", lambda seed: 1.0, lambda seed: 0.5, pairs=8).summary
-    (row,) = found.findings
-    assert (row.verdict, row.pairs, row.mean, row.needed) == ("cannot tell", 8, -0.5, None)
-    assert [arm.deviation for arm in found.arms] == [0, 0]
-    assert (row.doubt, row.arms) == ("seed", ("A", "B"))
-
-
 class Resumed:
     """A function that goes on from where its last call, or that of another one, ended."""
 

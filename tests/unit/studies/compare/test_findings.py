@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from steadygrad.studies.compare import words
 from steadygrad.studies.compare.findings import summarize
-from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Ratio, Run, Traits, Verdict
+from steadygrad.studies.compare.schema import Brackets, Edge, Flip, Run, Traits, Verdict
 from tests.unit.studies.compare.runs import by, header_of, noisy, planned, record, summary
 
 PLAN = planned(seeds=5)
@@ -202,19 +202,6 @@ def test_no_finding_contradicts_another(seed):
             assert (ratio.high < 1) == (row.verdict == "worse")
     assert "nan" not in " ".join((found.answer, *found.remarks))
     assert len(found.remarks) <= 3
-
-
-@pytest.mark.parametrize(
-    ("samples", "time", "part"),
-    [
-        ((1.1, 1.05, 4.0), (1.1, 0.3, 1.2), "same loss 1.10 (≤ 0.30 to 1.20) times."),
-        ((1.1, 1.05, 1.2), (1.1, 1.0, 1.2), "no time"),
-    ],
-)
-def test_what_a_better_optimizer_saves(samples, time, part):
-    found = summary(PLAN, noisy({}))
-    ratios = {"sample_ratio": Ratio(*samples), "time_ratio": Ratio(*time)}
-    assert part in words.said(replace(found.verdicts[-2], verdict="better", **ratios), found)
 
 
 def test_an_optimizer_without_pairs_takes_its_share_of_the_chance_of_error():

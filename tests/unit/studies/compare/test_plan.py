@@ -10,7 +10,7 @@ import pytest
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import make_plan, make_trials
 from steadygrad.studies.compare.schema import Run, Settings, Traits
-from steadygrad.studies.compare.search import Search, center
+from steadygrad.studies.compare.search import Search
 from steadygrad.studies.folder import Results
 from tests.unit.studies.compare.runs import planned, record, result_of
 from tests.unit.studies.tiny_task import make_task
@@ -150,12 +150,6 @@ def test_a_best_rate_at_the_edge_extends_the_ladders_of_all():
     assert search.is_interior("lans", 0)
 
 
-def test_rates_that_give_no_number_are_infinitely_bad():
-    """The lowest rates are looked at first, and nothing is less than NaN."""
-    search, _ = searched(lambda step, **f: math.nan if step < -1 else 1 + 0.1 * abs(step))
-    assert search.best("lans", 0) == 0
-
-
 @pytest.mark.parametrize(
     ("true", "wall", "step"),
     [
@@ -175,15 +169,6 @@ def test_the_verdict_has_the_rate_between_the_ladders(true, wall, step):
     search, journal = searched(loss_of)
     assert search.tuned("lans", 2) == step
     assert {run.step for run in journal.select(Run) if run.repeat > 2} == {step}
-
-
-def test_larger_batches_are_searched_around_the_square_root():
-    assert [center(multiple) for multiple in (1, 2, 4, 16, 64, 256)] == [0, 0, 1, 2, 3, 4]
-    _, journal = searched(
-        lambda multiple, step, **f: abs(step - center(multiple)), multiples=(1, 16)
-    )
-    large = [run for run in journal.select(Run) if run.multiple == 16 and not run.repeat]
-    assert {run.step for run in large} == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.few(10)
