@@ -150,11 +150,11 @@ class Trainer:
         self.scaler = self.scaling(self.model)
         if state.scaler:
             self.scaler.load_state_dict(copy.deepcopy(state.scaler))
+        self.model.zero_grad()  # where there are gradients, torch makes no sharded states
         if state.optimizer:
             with guarded("The load_state_dict of the optimizer"):
                 self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
-        self.model.zero_grad()
         self.model.train()
         self.steps = state.steps
         # Of steps whose losses were not read yet, and of those that were.
