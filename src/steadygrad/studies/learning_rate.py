@@ -78,7 +78,7 @@ class RateSetter:
         self._rates[:] = [_rates(self._optimizer)]
 
     def note(self, *_: Any) -> None:
-        """Notes other rates than the last; at each call in a step also those that are put back."""
+        """Notes rates that have changed; within a step, also those that are put back."""
         if (rates := _rates(self._optimizer)) != self._rates[-1]:
             self._rates.append(rates)
 

@@ -83,7 +83,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _joined(files: list[Path]) -> dict[Any, Any]:
-    """What a checkpoint's files hold, with that of an optimizer's file under its name."""
+    """The content of a checkpoint's files, with an optimizer's file under the name of its own."""
     saved: dict[Any, Any] = {}
     if files[0].name == LAYOUT:
         saved, files = import_module("steadygrad.shards").read_checkpoint(files[0].parent), []

@@ -77,7 +77,7 @@ class Output:
 def run_command(
     command: str, cwd: str, settings: Settings, poll: Callable[[], object]
 ) -> tuple[float, dict[str, int]]:
-    """Runs a command, of which no process is left afterwards; what ``poll`` raises ends it.
+    """Runs a command to its end, or until ``poll`` raises, and leaves none of its processes.
 
     Returns the metric and the peak of memory.
 
@@ -132,7 +132,7 @@ def _said_by_keeper(
 
 
 def _take(stream: Any, output: Output) -> bool:
-    """Takes what comes within a moment; False if that is nothing."""
+    """Takes the output of the next moment; False if there is none."""
     data = b""
     if select.select([stream], [], [], 0.02)[0]:
         with suppress(OSError):  # the end of a terminal
@@ -170,7 +170,7 @@ def metric_of(text: str, metric: str) -> float | str | None:
 
 
 def _value_of_key(text: str, key: str) -> float | str | None:
-    """Of the objects of the last line that names the key, or else what follows there."""
+    """The value of a key in the last line that names it: in an object, or the word after it."""
     text = f"\n{text}"
     # JSON may escape a letter.
     names = "|".join(map(re.escape, (key, json.dumps(key)[1:-1])))
@@ -218,7 +218,7 @@ def _last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:
 
 
 def _word(text: str, start: int) -> str:
-    """What stands there, to the next blank."""
+    """The word at a place, up to the next blank."""
     return text[start : start + 400].lstrip().partition("\n")[0].partition(" ")[0]
 
 

@@ -60,7 +60,7 @@ class Course(NamedTuple):
 
 
 def values_of(metrics: Floats) -> Any:
-    """How many different values there are, after each run."""
+    """The number of different values after each run."""
     known = np.tri(metrics.shape[-1], k=-1, dtype=bool)
     again = (metrics[..., :, None] == metrics[..., None, :]) & known
     return (~again.any(-1)).cumsum(-1)

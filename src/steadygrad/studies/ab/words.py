@@ -86,7 +86,7 @@ def table(s: Summary) -> Table:
 
 
 def _change(what: str, baseline: str) -> str:
-    """What a B has in place of A's: options with which both begin and end are in A's row."""
+    """The part of a B's command in place of A's: options of both ends are in A's row."""
     own, other = (re.split(r"\s+(?=-)", text) for text in (what, baseline))
     for end in (-1, 0):
         while own and other and own[end] == other[end]:
