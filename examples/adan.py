@@ -32,10 +32,12 @@ from steadygrad.optim.checks import check_switch, options_of
 from steadygrad.optim.passes import (
     Bucket,
     Pass,
+    clamp,
     decays_of,
     grad_sq_norms,
     moved_by,
     sum_type,
+    where,
 )
 from steadygrad.optim.state import ADAM_FIELDS, StateField
 
@@ -75,20 +77,21 @@ class Factors(NamedTuple):
 
 def factors(batch: ParamBatch, options: Options) -> Factors:
     """Works out the factors of a step that is already counted."""
-    group, t = batch.group, batch.steps.clamp(min=1)
-    unbias1, unbias2, unbias3 = ((1 - beta**t).reciprocal() for beta in options[:3])
-    rate = torch.ones_like(t) * batch.lr
+    group, t = batch.group, clamp(batch.steps, 1, None)
+    unbias1, unbias2, unbias3 = (1 / (1 - beta**t) for beta in options[:3])
+    one = t / t
+    rate = one * batch.lr
     decay = rate * group["weight_decay"]
-    keep = 1 - decay if group["no_prox"] else (1 + decay).reciprocal()
+    keep = 1 - decay if group["no_prox"] else 1 / (1 + decay)
     along = rate if group["no_prox"] else rate * keep
     return Factors(
         batch.taken,
-        torch.full_like(t, batch.sign),
+        one * batch.sign,
         batch.taken & (t > 1),
-        torch.where(batch.taken, along * unbias1, 0.0),
-        torch.where(batch.taken, along * unbias2 * options.beta2, 0.0),
+        where(batch.taken, along * unbias1, 0.0),
+        where(batch.taken, along * unbias2 * options.beta2, 0.0),
         unbias3,
-        torch.where(batch.taken, keep, 1.0),
+        where(batch.taken, keep, 1.0),
     )
 
 
@@ -193,9 +196,9 @@ class Adan(ShardedOptimizer):
         return ok
 
 
-def _has_room(sums: Tensor) -> Tensor:
+def _has_room(sums: Any) -> Any:
     # What is squared is at most 1 + 2 times the largest gradient.
-    return sums[0] < torch.finfo(sums.dtype).max / 9
+    return sums[0] * 9 < torch.inf
 
 
 def literal(x: Tensor, gradients: Sequence[Tensor], lr: float, weight_decay: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Types and sums that several tools share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,10 @@ class HostCopy:
         self.event.record()
 
 
-def may_hold(flags: Tensor) -> bool:
-    """Whether any flag may be true: only a plain tensor of the host is read."""
+def may_hold(flags: Any) -> bool:
+    """Whether any flag may be true: only arrays and plain tensors of the host are read."""
+    if not isinstance(flags, Tensor):
+        return bool(flags.any())
     is_plain = type(flags) is Tensor and flags.device.type == "cpu"
     return torch.compiler.is_compiling() or not is_plain or bool(flags.numpy().any())
 

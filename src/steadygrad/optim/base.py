@@ -13,6 +13,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -24,7 +25,7 @@ from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
 from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
 from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
-from steadygrad.optim.passes import BACKENDS, Pass, Types, grad_sq_norms, runtime_of
+from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, grad_sq_norms, runtime_of, tensor_of
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
@@ -119,7 +120,8 @@ class ShardedOptimizer(StatefulOptimizer):
             return loss
         try:
             # State tensors that are made in inference mode could not be changed outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            # Columns on the host may overflow and divide by zero, as on a device, without a word.
+            with torch.inference_mode(False), torch.no_grad(), np.errstate(all="ignore"):
                 self._step()
         except BaseException:
             # A gradient scaler takes these back after a step, and not after an error.
@@ -178,19 +180,19 @@ class ShardedOptimizer(StatefulOptimizer):
         members = self._members()
         same = len(members) == len(self._members_then)
         same = same and all(map(is_, members, self._members_then))
-        same = same and not any(map(Tensor.numel, self._empty))
-        if not (same and members and all(self.state.values())):
+        if not same or any(map(Tensor.numel, self._empty)) or not all(self.state.values()):
             self._fill_state()
             self._members_then, self._built_for = self._members(), None
             params = [p for group in self.param_groups for p in group["params"]]
             self._params = [p for p in params if p.numel()]
             self._empty = [p for p in params if not p.numel()]
             self._sharded = [is_sharded(p) for p in self._params]
+            self._is_sharded = any(self._sharded)
 
     def _members(self) -> list[Any]:
-        """Every group before its parameters, then the keys and values of the state."""
+        """Every group before its parameters, then the states of all of them."""
         groups = (part for g in self.param_groups for part in ([g], g["params"]))
-        return [*chain.from_iterable(groups), *self.state, *self.state.values()]
+        return [*chain.from_iterable(groups), *self.state.values()]
 
     def _grouped(self) -> list[tuple[dict[str, Any], range]]:
         """Each group with the indices of its parameters."""
@@ -375,20 +377,23 @@ class ShardedOptimizer(StatefulOptimizer):
         bad, joint = _bad(own, finite, getattr(self, "found_inf", None)), None
         total, totals, has_grad = self._over_shards(), list(own), [b.has_grad for b in batches]
         if (found := self._anywhere) is not None:
-            has_grad = [b.has_grad | found.to(b.device)[b.index] for b in batches]
+            has_grad = [b.has_grad | b.column(found.to(b.device)[b.index]) for b in batches]
         if total is not None:
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
-            rows = [torch.cat([c, a.to(c)[None]]) for a, c in zip(has_grad, own, strict=True)]
+            pairs = [(tensor_of(a), tensor_of(c)) for a, c in zip(has_grad, own, strict=True)]
+            rows = [torch.cat([c, a.to(c)[None]]) for a, c in pairs]
             parts = () if total.is_uniform else terms()
             index, count = [b.index for b in batches], 2 * len(self.param_groups)
-            totals, bad, means = total(index, rows, self._first_rows + 1, bad, parts, count)
+            found = tensor_of(bad)
+            sums, bad, means = total(index, rows, self._first_rows + 1, found, parts, count)
             joint = None if total.is_uniform else means
+            totals = [b.column(one) for b, one in zip(batches, sums, strict=True)]
             has_grad = [sums[-1] > 0 for sums in totals]
             totals = [sums[:-1] for sums in totals]
-            bad = bad | _bad(totals, finite, None).to(bad.device)
+            bad = bad | tensor_of(_bad(totals, finite, None)).to(bad.device)
         ok = ~bad
         for batch, anywhere in zip(batches, has_grad, strict=True):
-            batch.taken = anywhere & ok.to(batch.device)
+            batch.taken = anywhere & (batch.column(ok) if batch.on_host else ok.to(batch.device))
         return totals, ok, joint
 
     def _sums(
@@ -399,7 +404,10 @@ class ShardedOptimizer(StatefulOptimizer):
         Every process gets here, also one that works on nothing.
         """
         total = self._over_shards()
-        return list(own) if total is None else total([b.index for b in batches], own, rows)[0]
+        if total is None:
+            return list(own)
+        found = total([b.index for b in batches], [*map(tensor_of, own)], rows)[0]
+        return [batch.column(sums) for batch, sums in zip(batches, found, strict=True)]
 
     def _over_shards(self) -> PackedSum | ZeroSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
@@ -450,22 +458,19 @@ class ShardedOptimizer(StatefulOptimizer):
         """Adds to reports, from batches and their squared gradient norms in the first row."""
 
 
-def _finite_norms(batch: ParamBatch, sums: Tensor) -> Tensor:
+def _finite_norms(batch: ParamBatch, sums: Any) -> Any:
     # A sum of squares is below infinity unless it is infinite or NaN, in the type of the states.
-    return sums[0].to(batch.state_dtype) < torch.inf
+    return cast(sums[0], batch.state_dtype) < torch.inf
 
 
-def _bad(
-    sums: Sequence[Tensor],
-    finite: Sequence[Callable[[Tensor], Tensor]],
-    found_inf: Tensor | None,
-) -> Tensor:
+def _bad(sums: Sequence[Any], finite: Sequence[Callable[[Any], Any]], found_inf: Any) -> Any:
     """Whether any sum of this process is not finite, or a scaler has seen such a gradient."""
-    flags = [(~look(own)).any() for look, own in zip(finite, sums, strict=True)]
+    flags = [~look(own).all() for look, own in zip(finite, sums, strict=True)]
     # A number where the scaler has seen no gradient at all.
     if isinstance(found_inf, Tensor):
         flags.append((found_inf != 0).reshape(()))
     if len(flags) < 2:
         return flags[0] if flags else torch.zeros((), dtype=torch.bool)
-    device = next((f.device for f in flags if f.device.type != "cpu"), flags[0].device)
-    return torch.stack([flag.to(device) for flag in flags]).any()
+    found = [*map(tensor_of, flags)]
+    device = next((f.device for f in found if f.device.type != "cpu"), found[0].device)
+    return torch.stack([flag.to(device) for flag in found]).any()

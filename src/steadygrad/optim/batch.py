@@ -1,8 +1,8 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain, compress, repeat
-from operator import attrgetter, eq, is_, mul
+from itertools import accumulate, chain, compress
+from operator import attrgetter, is_, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,16 @@ from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.checks import TYPES, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
-from steadygrad.optim.passes import Bucket, Codes, Types, addresses_of, sync_masters
+from steadygrad.optim.passes import (
+    BACKENDS,
+    Bucket,
+    Codes,
+    Types,
+    addresses_of,
+    cast,
+    sync_masters,
+    tensor_of,
+)
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
@@ -47,6 +56,8 @@ class ParamBatch:
     With tables it works by compiled loops or kernels, else by multi-tensor calls. Moments may be
     float32 in some and codes in others. Without views, new states are copied to each.
 
+    With loops a column is an array of NumPy's, which has the memory of the states.
+
     Attributes:
         places: Indices of the parameters among all parameters of the optimizer; ``index`` on the
             device.
@@ -58,9 +69,9 @@ class ParamBatch:
     """
 
     # Of a step, flags with shape `(tensors)`.
-    has_grad: Tensor  # as in `Gradients`, and `in_step` too
-    in_step: Tensor
-    taken: Tensor  # whether each takes the step, once that is decided
+    has_grad: Any  # as in `Gradients`, and `in_step` too
+    in_step: Any
+    taken: Any  # whether each takes the step, once that is decided
     grads: list[Tensor | None]  # local; None: the parameter takes no part
     buckets: list[Bucket]  # what multi-tensor calls work on together
     # One over the loss scale, which multiplies every gradient that is read: squares of gradients
@@ -81,7 +92,8 @@ class ParamBatch:
         self.group, self.params, self.places, self.states = group, list(params), places, states
         self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
-        self.numel = torch.tensor([p.numel() for p in params], device=self.device)
+        self.on_host = bool(tables) and BACKENDS[self.device.type] == "loops"
+        self.numel = self.column(torch.tensor([p.numel() for p in params], device=self.device))
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
         small = [
@@ -89,13 +101,13 @@ class ParamBatch:
             for n, f in fields.items()
             if n in states[0] and not (f.elementwise or f.shared or f.scales)
         ]
-        self.columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
+        columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
         if views:
-            for name, column in self.columns.items():
+            for name, column in columns.items():
                 for state, row in zip(states, column.unbind(), strict=True):
                     # Replace only the memory: the user may hold a reference to the state tensor.
                     state[name].data = row
-        self._kept = self._state_tensors()
+        self.columns = {name: self.column(column) for name, column in columns.items()}
         self.moments = tuple([local(state[name]) for state in states] for name in large)
         self.coded = [moment.dtype is torch.uint8 for moment in self.moments[0]]
         # In place of those that there are none of: the moments, whose memory is there as well.
@@ -110,7 +122,7 @@ class ParamBatch:
         self._bucketed = [[i] for i in range(len(params))] if single else self._buckets()
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
-        self.seeds: Tensor | None = None
+        self.seeds: Any = None
         self._firsts: Tensor | None = None
         if self.scales:
             self.state_dtype, self.sum_dtype = torch.float32, self.exact
@@ -122,14 +134,13 @@ class ParamBatch:
         if torch.compiler.is_compiling():
             return
         # What must stay for the batch to be used again.
-        self._dtypes, self._shapes = [p.dtype for p in self._own], [p.shape for p in self._own]
-        self._strides = [p.stride() for p in self._own]
-        self._contiguous = all(map(Tensor.is_contiguous, self._own))
-        self._large = [
-            t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors
-        ]
-        self._states = [*self._large, *(s[name] for name in small for s in states)]
-        self._sizes, self._addresses = [t.numel() for t in self._large], addresses_of(self._states)
+        self._kept = self._state_tensors()
+        large = [t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors]
+        # Whoever exchanges a parameter's states by their memory exchanges these as well.
+        self._watched = [*large, *(s["step"] for s in states)]
+        self._addresses, self._layouts = addresses_of(self._watched), [*map(_layout, self._own)]
+        self._shapes, self._contiguous = [p.shape for p in self._own], self._are_contiguous()
+        self._places = addresses_of(self._own)
         for table in tables:
             table.fill_states((*self.moments, *self.scales))
 
@@ -138,24 +149,41 @@ class ParamBatch:
         """Factor that gives gradients their direction: -1 to maximise."""
         return -1.0 if self.group["maximize"] else 1.0
 
+    def column(self, values: Any) -> Any:
+        """A tensor of this device as a column: NumPy's array of it where loops work."""
+        return values.cpu().numpy() if self.on_host and isinstance(values, Tensor) else values
+
+    def number(self, value: float | Tensor) -> Any:
+        """A number for all parameters: a plain one where loops work, else a tensor, ``()``."""
+        if not isinstance(value, Tensor):
+            if self.on_host:
+                return value
+            return torch.full((), value, dtype=self.exact, device=self.device)
+        if self.on_host:
+            return value.detach().to("cpu", torch.float64).numpy().item()
+        return value.to(self.device, self.exact)
+
     @property
     def lr(self) -> float | Tensor:
         """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
         lr: float | Tensor = self.group["lr"]
         if not isinstance(lr, Tensor):
             return lr
+        if self.on_host:
+            return self.number(lr.reshape(()))
         # In one call: there are devices without float64.
         dtype = lr.dtype if self.exact is torch.float64 else self.exact
         return lr.to(self.device, dtype).reshape(())
 
     @property
-    def steps(self) -> Tensor:
+    def steps(self) -> Any:
         """Steps that each parameter has taken, with shape ``(tensors)``, in the widest type."""
-        return self.columns["step"].to(self.exact, copy=True)
+        # A copy: the column is written to before the step is over.
+        return cast(self.columns["step"] + 0.0, self.exact)
 
-    def store(self, name: str, values: Tensor) -> None:
+    def store(self, name: str, values: Any) -> None:
         """Writes new values of a column."""
-        self.columns[name].copy_(values)
+        self.columns[name][...] = values
         if not self.views:
             rows = [state[name] for state in self.states]
             torch._foreach_copy_(rows, list(self.columns[name].unbind()))
@@ -164,11 +192,12 @@ class ParamBatch:
         """Reads weights, gradients and addresses; False if the batch must be built anew."""
         if not torch.compiler.is_compiling():
             self._own = [local(p) for p in self.params] if self.sharded else self.params
-            if not self._are_laid_out(self._own, self._dtypes) or not self._keeps_states():
+            if not self._keeps_layout() or not self._keeps_states():
                 return False
         self.weights, self.inverse_scale = self._masters or self._own, None
         if self._firsts is not None:
-            self.seeds = seeds_at(self.index, self.columns["step"], self._firsts)
+            steps = tensor_of(self.columns["step"])
+            self.seeds = self.column(seeds_at(self.index, steps, self._firsts))
         if (scale := given.grad_scale) is not None:
             # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
@@ -226,25 +255,23 @@ class ParamBatch:
             no = torch.zeros((), dtype=torch.bool, device=self.device)
             flags = no, ~no
             # Not copied from the host, which would wait for it.
-            self.has_grad = torch.stack([flags[here] for here in has_grad])
-            self.in_step = torch.stack([flags[here] for here in in_step])
+            self.has_grad, self.in_step = (
+                self.column(torch.stack([flags[here] for here in some]))
+                for some in (has_grad, in_step)
+            )
             self._flags = None if recording else (has_grad, in_step)
 
-    def _are_laid_out(self, tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> bool:
-        """Whether tensors have some types, and the shapes and strides that the parameters had.
+    def _are_contiguous(self) -> bool:
+        return all(map(Tensor.is_contiguous, self._own))
 
-        Compared without a tuple for each tensor: thousands of them wake the garbage collector.
-        """
-        return (
-            all(map(is_, map(attrgetter("dtype"), tensors), dtypes))
-            and all(map(eq, map(attrgetter("shape"), tensors), self._shapes))
-            # Cheaper than comparing strides, and enough for contiguous tensors.
-            and (
-                all(map(Tensor.is_contiguous, tensors))
-                if self._contiguous
-                else all(map(eq, map(Tensor.stride, tensors), self._strides))
-            )
-        )
+    def _keeps_layout(self) -> bool:
+        """Whether the parameters are laid out as they were, wherever they lie now."""
+        places = addresses_of(self._own)
+        # Another shape in the same place is noticed where loops are given the gradients.
+        same = bool(self.tables) and np.array_equal(places, self._places)
+        same = same and self._contiguous and self._are_contiguous()
+        self._places = places
+        return same or [*map(_layout, self._own)] == self._layouts
 
     def _keeps_states(self) -> bool:
         """Whether every state still is the tensor that it was, where it was."""
@@ -253,8 +280,7 @@ class ParamBatch:
             len(found) == len(self._kept)
             and all(map(is_, found, self._kept))
             # The states' memory may have been exchanged through `state.data`.
-            and np.array_equal(self._addresses, addresses_of(self._states))
-            and all(map(eq, map(Tensor.numel, self._large), self._sizes))
+            and np.array_equal(self._addresses, addresses_of(self._watched))
         )
 
     def _state_tensors(self) -> list[Any]:
@@ -262,28 +288,39 @@ class ParamBatch:
 
     def _fill_tables(self, grads: list[Tensor | None]) -> bool:
         """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
-        given = [g for g in grads if g is not None]
-        dtype, has_grad = self.tables[0].types[0], np.array([g is not None for g in grads])
+        dtype = self.tables[0].types[0]
+        # Without a tuple for each tensor: thousands of them wake the garbage collector.
         alike = (
-            has_grad.all()
-            and {*map(type, given)} == {Tensor}
-            and self._are_laid_out(given, repeat(dtype))
+            self._contiguous
+            and {*map(type, grads)} == {Tensor}
+            and {*map(attrgetter("dtype"), grads)} == {dtype}
+            and [*map(attrgetter("shape"), grads)] == self._shapes
+            and all(map(Tensor.is_contiguous, grads))
+            and not any(map(Tensor.is_neg, grads))
         )
-        if not alike or any(map(Tensor.is_neg, given)):
-            for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
-                if g is not None:
-                    _check_shape(g, own)
-                    if type(g) is not Tensor or g.dtype is not dtype:
-                        return False
-                    if g.stride() != own.stride() or g.is_neg():
-                        grads[i] = torch.empty_like(own, dtype=dtype).copy_(g)
+        if not alike and not self._lay_out(grads, dtype):
+            return False
         self.grads = grads
-        places = addresses_of(self._own)
-        found = np.zeros((3, len(places)), np.int64)
+        found = np.zeros((3, len(grads)), np.int64)
+        has_grad = np.array([g is not None for g in grads])
         found[0, has_grad] = addresses_of([g for g in grads if g is not None])
-        found[1], found[2] = places, addresses_of(self._masters) if self._masters else places
+        found[1] = self._places
+        found[2] = addresses_of(self._masters) if self._masters else self._places
         for table in self.tables:
             table.fill(found, has_grad)
+        return True
+
+    def _lay_out(self, grads: list[Tensor | None], dtype: torch.dtype) -> bool:
+        """Copies gradients that are not laid out so; False if loops cannot take one."""
+        if [*map(_layout, self._own)] != self._layouts:
+            return False
+        for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
+            if g is not None:
+                _check_shape(g, own)
+                if type(g) is not Tensor or g.dtype is not dtype:
+                    return False
+                if g.stride() != own.stride() or g.is_neg():
+                    grads[i] = torch.empty_like(own, dtype=dtype).copy_(g)
         return True
 
     def finish(self) -> None:
@@ -297,6 +334,10 @@ class ParamBatch:
             for own, master in zip(written, compress(self._masters, in_step), strict=False):
                 own.copy_(master)
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
+
+
+def _layout(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _check_shape(gradient: Tensor, parameter: Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import may_hold
+from steadygrad.optim.passes import cast, clamp, library_of, root, tensor_of, where
 
 # Steps at which the current recipe takes a first, doubled threshold from as many norms.
 EARLY = (10, 20, 40)
@@ -26,12 +27,12 @@ EARLY = (10, 20, 40)
 class Clipping:
     """A group's memory of its norms."""
 
-    norms: Tensor  # the last, with shape (period); step t in place t mod period
-    threshold: Tensor  # norm above which gradients are scaled down; infinite before there is one
-    clipped: Tensor  # how often that happened since the threshold was last taken
+    norms: Any  # the last, with shape (period); step t in place t mod period
+    threshold: Any  # norm above which gradients are scaled down; infinite before there is one
+    clipped: Any  # how often that happened since the threshold was last taken
 
 
-def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
+def total_norm(terms: Any, shapes: Sequence[tuple[Any, ...]]) -> Any:
     """Root of the sum of a group's terms, in float32 and with shape ``()``.
 
     From :math:`r_i^2 |g_i|^2` of each parameter, and types and shapes, none but for float64. The
@@ -39,9 +40,9 @@ def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
     order of their shapes. That is repeated: the threshold carries the rounding into later steps.
     """
     if not shapes:
-        return terms.sum().sqrt().to(torch.float32)
+        return cast(root(terms.sum()), torch.float32)
     stacks: dict[tuple[Any, ...], list[Tensor]] = {}
-    for term, shape in zip(terms.unbind(), shapes, strict=True):
+    for term, shape in zip(tensor_of(terms).unbind(), shapes, strict=True):
         stacks.setdefault(shape, []).append(term)
     total = torch.zeros((), device=terms.device)
     for shape in sorted(stacks):
@@ -51,19 +52,19 @@ def total_norm(terms: Tensor, shapes: Sequence[tuple[Any, ...]]) -> Tensor:
 
 
 def clip(
-    known: Clipping, norm: Tensor, step: Tensor, ok: Tensor, *, scale: float, original: bool
-) -> tuple[Clipping, Tensor]:
+    known: Clipping, norm: Any, step: Any, ok: Any, *, scale: float, original: bool
+) -> tuple[Clipping, Any]:
     """Remembers this step's norm and returns the factor on the gradients.
 
     ``step`` counts the steps before this one, of which the first is never clipped; ``scale`` is the
     threshold over the median; in the ``original`` there is none before a whole period is over.
     """
-    period = len(known.norms)
-    taken = ok & (step > 0)
-    place = torch.arange(period, device=norm.device) == step % period
+    period, own = len(known.norms), known.norms.dtype
+    taken, norm = ok & (step > 0), cast(norm, own)
+    place = library_of(known.norms).ones_like(known.norms).cumsum(0) - 1 == step % period
     # A norm may overflow where each gradient is finite: it must not switch the threshold off.
     seen = place & taken & (norm < torch.inf)
-    norms = torch.where(seen, norm.to(known.norms), known.norms)
+    norms = where(seen, norm, known.norms)
     threshold, clipped = known.threshold, known.clipped
     early = [n for n in EARLY if n < period and not original]
     due = step % period == 0
@@ -71,22 +72,23 @@ def clip(
         due = due | (step == count)
     due = due & taken
     if may_hold(due):
-        ordered = norms.sort().values.to(threshold.dtype)
-        threshold = torch.where(due, _threshold(ordered, step, scale, early), threshold)
-        clipped = torch.where(due, 0.0, clipped)
+        ordered = tensor_of(norms).sort().values
+        ordered = cast(ordered if isinstance(norms, Tensor) else ordered.numpy(), threshold.dtype)
+        threshold = where(due, _threshold(ordered, step, scale, early), threshold)
+        clipped = where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
-    factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
+    factor = clamp(1 / (norm + 1e-20) * cast(threshold, own), None, 1.0)
     # Without a threshold infinity over an infinite norm is no number.
-    factor = torch.where(taken & (threshold < torch.inf), factor, 1.0)
+    factor = where(taken & (threshold < torch.inf), factor, 1.0)
     return Clipping(norms, threshold, clipped + (factor < 1)), factor
 
 
-def _threshold(ordered: Tensor, step: Tensor, scale: float, early: Sequence[int]) -> Tensor:
+def _threshold(ordered: Any, step: Any, scale: float, early: Sequence[int]) -> Any:
     """The threshold that a step takes of sorted norms."""
     period = len(ordered)
     threshold = scale * ordered[min(period - 1, period // 4 * 2)]
     for count in early:
         # The places of steps not yet taken hold zeros, and come first.
         median = ordered[period - count + min(count - 1, count // 4 * 2)]
-        threshold = torch.where(step == count, 2 * scale * median, threshold)
+        threshold = where(step == count, 2 * scale * median, threshold)
     return threshold

@@ -27,7 +27,7 @@ from steadygrad.optim.layerwise_rule import (
     inverse_norms,
     trust_ratio,
 )
-from steadygrad.optim.passes import Pass
+from steadygrad.optim.passes import Pass, cast, tensor_of, where
 from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
 
@@ -72,23 +72,21 @@ class LayerwiseOptimizer(ShardedOptimizer):
         """
         if self._normalizes:
             return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+        scales = [b.number(b.sign) for b in batches]
+        bounds = [b.group["max_grad_norm"] for b in batches]
+        if bounds.count(None) == len(bounds):
+            return scales
         # Divided first: each of them may be finite and their sum not.
-        count = len(self._params)
+        count, device = len(self._params), batches[0].device
         parts = [
-            (torch.where(b.taken, sums[0], 0.0).to(b.exact) / count).sum().to(norms[0].device)
+            tensor_of((cast(where(b.taken, sums[0], 0.0), b.exact) / count).sum()).to(device)
             for b, sums in zip(batches, norms, strict=True)
         ]
-        # No parts are left in a report without gradients.
-        mean = torch.stack(parts).sum() if parts else torch.zeros(())
-        norm = mean.sqrt() * count**0.5 if joint is None else joint[0].sqrt()
-        scales = []
-        for b in batches:
-            bound = b.group["max_grad_norm"]
-            scale = torch.full((), b.sign, dtype=b.exact, device=b.device)
-            if bound is not None:
-                scale = scale / (norm.to(b.device) / bound).clamp(min=1.0)
-            scales.append(scale)
-        return scales
+        norm = torch.stack(parts).sum().sqrt() * count**0.5 if joint is None else joint[0].sqrt()
+        return [
+            scale if bound is None else scale / b.number((norm / bound).clip(1.0))
+            for b, scale, bound in zip(batches, scales, bounds, strict=True)
+        ]
 
     def _needed(self, device: torch.device) -> Sequence[Pass]:
         squares, moments, weights, both = self._passes
@@ -99,7 +97,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
         pairs = [*zip(batches, sums, strict=True)]
         norms, ok, joint = self._first_sums(
-            batches, sums, terms=lambda: [(0, own[0].to(batch.exact)) for batch, own in pairs]
+            batches,
+            sums,
+            terms=lambda: [(0, tensor_of(cast(own[0], batch.exact))) for batch, own in pairs],
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
@@ -145,7 +145,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     ) -> None:
         batches = [batch for _, batch in owners]
         for batch, sums in zip(batches, norms, strict=True):
-            batch.taken = batch.has_grad & torch.isfinite(sums[0])
+            batch.taken = batch.has_grad & (sums[0] < torch.inf)
         work = self._work(batches, norms, None)
         own = [self._directions(*one) for one in work]
         totals = self._sums(batches, own, 1 + len(self._ratios))

@@ -38,6 +38,7 @@ from steadygrad.optim.passes import (
     average,
     clamp,
     grad_sq_norms,
+    library_of,
     moved_by,
     root,
     second_moments,
@@ -88,10 +89,10 @@ def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Fac
     ``scale`` is the gradient of the moments over the one given, ``(tensors)`` or ``()``.
     """
     # A first step that is not taken leaves the count at zero; its corrections go unused.
-    t = step.clamp(min=1)
-    unbias = ((1 - beta**t).reciprocal() for beta in (options.beta1, options.beta2))
+    t = where(step > 1, step, 1.0)
+    unbias = (1 / (1 - beta**t) for beta in (options.beta1, options.beta2))
     # The norm of a step that is not taken, and so the scale, may be NaN.
-    return Factors(taken, torch.where(taken, scale, 0.0), *unbias)
+    return Factors(taken, where(taken, scale, 0.0), *unbias)
 
 
 def coefficients(sums: Tensor, by: Factors, options: Options) -> Coefficients:
@@ -105,7 +106,7 @@ def coefficients(sums: Tensor, by: Factors, options: Options) -> Coefficients:
     """
     x, m, *g = sums
     # Rounded as a product with a plain number is, whatever type a tensor `lr` has.
-    rate = (torch.ones_like(x) * options.lr).to(sums.dtype)
+    rate = library_of(x).ones_like(x) * options.lr
     bounds = options.low, options.high, options.adapt
     numbers = options.beta1, 1 - options.beta1, options.weight_decay, *bounds
     along_m, along_g, keep = lengths(x, m, g[0] if g else None, by.taken, rate, numbers)
@@ -128,9 +129,9 @@ def lengths(x: Any, m: Any, g: Any, taken: Any, lr: Any, numbers: Any) -> Any:
     return along_m, along_g, 1 - decay * (along_m + along_g)
 
 
-def inverse_norms(sq_norms: Tensor) -> Tensor:
+def inverse_norms(sq_norms: Any) -> Any:
     """One over the norm of each gradient, by which LANS normalises it; zero for a zero norm."""
-    return torch.where(sq_norms > 0, sq_norms.rsqrt(), 0.0)
+    return where(sq_norms > 0, 1 / root(sq_norms), 0.0)
 
 
 def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:

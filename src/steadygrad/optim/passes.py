@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 # What works on devices of a type, besides multi-tensor calls.
 BACKENDS = {"cpu": "loops", "cuda": "kernels"}
+# NumPy's types of columns.
+ARRAYS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
@@ -193,22 +195,39 @@ def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], ro
     return torch.stack([columns.get(i, zero) for i in range(len(weights))], dim=1)
 
 
-# Arithmetic on columns for which compiled loops have a counterpart on numbers.
+# Arithmetic on columns: tensors, or arrays of NumPy's where loops work on the host, as an operation
+# of its on a few numbers costs a quarter of one of torch's. Loops have a counterpart of some of it
+# on numbers.
+
+
+def library_of(column: Any) -> Any:
+    """The library whose functions a column is for: torch or NumPy."""
+    return torch if isinstance(column, Tensor) else np
 
 
 def root(x: Any) -> Any:
     """Square root."""
-    return x.sqrt()
+    return library_of(x).sqrt(x)
 
 
 def clamp(x: Any, low: Any, high: Any) -> Any:
     """The number between two bounds that is nearest."""
-    return x.clamp(low, high)
+    return x.clip(low, high)
 
 
 def where(flag: Any, first: Any, second: Any) -> Any:
     """The first number where a flag holds, else the second."""
-    return torch.where(flag, first, second)
+    return library_of(flag).where(flag, first, second)
+
+
+def tensor_of(column: Any) -> Tensor:
+    """A column as a tensor."""
+    return column if isinstance(column, Tensor) else torch.from_numpy(np.asarray(column))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """A column in another type: torch's, or that of another column."""
+    return x.to(dtype) if isinstance(x, Tensor) else x.astype(ARRAYS.get(dtype, dtype), copy=False)
 
 
 def sum_type(bucket: Bucket) -> torch.dtype:

@@ -17,6 +17,7 @@ from steadygrad.optim.checks import options_of
 from steadygrad.optim.codes import EXPONENTS
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
+from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
 from steadygrad.optim.state import SKIPPED, STEP, StateField, scales_of
 
 RECIPES = ("zipformer", "stateless7")
@@ -178,9 +179,9 @@ class ScaledAdam(ShardedOptimizer):
         def terms() -> list[tuple[slice, Tensor]]:
             found = []
             for one, sums in zip(work, own, strict=True):
-                parts = one.norm_terms(sums[0].to(one.batch.exact))
+                parts = one.norm_terms(cast(sums[0], one.batch.exact))
                 first = 2 * places[id(one.group)]
-                rows = torch.stack([parts, one.batch.in_step.to(parts)])
+                rows = torch.stack([*map(tensor_of, (parts, cast(one.batch.in_step, parts.dtype)))])
                 found.append((slice(first, first + 2), rows))
             return found
 
@@ -216,46 +217,45 @@ class ScaledAdamStep:
         self.step = batch.steps
         # The weights of a frozen parameter are not read: its step stays zero.
         needed = rule_of.needs_products(self.step, self.rule) & batch.in_step
-        self.needed = torch.zeros_like(needed) if self.is_scalar else needed
+        self.needed = needed & (not self.is_scalar)
         # Whether any size may be taken or learned in this step.
         self.is_sized = not self.is_scalar and may_hold(needed)
 
-    def local_sums(self) -> Tensor:
+    def local_sums(self) -> Any:
         """This process's part of the sums."""
         # A sharded parameter's products must be summed over shards first; they join the collective
         # of every step.
         every_step = self.batch.sharded and not self.is_scalar
         needed = self.batch.in_step if every_step else self.needed
-        sums: Tensor = rule_of.sums(self.batch, (needed,))
-        return sums
+        return rule_of.sums(self.batch, (needed,))
 
-    def finite(self, sums: Tensor) -> Tensor:
+    def finite(self, sums: Any) -> Any:
         """Whether sums can be used, with shape ``(tensors)``."""
         return rule_of.finite(sums, self.needed, self.batch.state_dtype, self.rule.period)
 
-    def norm_terms(self, squares: Tensor) -> Tensor:
+    def norm_terms(self, squares: Any) -> Any:
         """Squared norms of the scaled gradients from those of the gradients, both ``(tensors)``."""
         if self.is_scalar:
             # In 2022 the norm took no account of the smaller learning rate.
             scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
             return squares * scale**2
-        return squares * self.batch.columns["param_rms"].to(squares) ** 2
+        return squares * cast(self.batch.columns["param_rms"], squares.dtype) ** 2
 
-    def apply(self, clip: Tensor | None) -> None:
+    def apply(self, clip: Any) -> None:
         """Moves states and weights; ``clip`` is the group's factor, None where it has none."""
         batch, rule = self.batch, self.rule
-        scale = torch.full((), batch.sign, dtype=batch.exact, device=batch.device)
+        scale = sign = batch.number(batch.sign)
         if clip is not None:
-            scale = clip.to(batch.device, batch.exact) * batch.sign
+            scale = sign * batch.number(clip)
         # In 2022 the clipped gradient reached the sizes only.
-        in_update = torch.full_like(scale, batch.sign) if rule.original else scale
+        in_update = sign if rule.original else scale
         known, factors = None, None
         if not self.is_scalar:
             known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
-            move = torch.zeros_like(known.rms)
+            move = library_of(known.rms).zeros_like(known.rms)
             if self.is_sized:
-                gradient = (self.sums[1] * scale).to(batch.state_dtype)
-                rms = (self.sums[2] / batch.numel).sqrt().to(batch.state_dtype)
+                gradient = cast(self.sums[1] * scale, batch.state_dtype)
+                rms = cast(root(self.sums[2] / batch.numel), batch.state_dtype)
                 known, move = rule_of.size_step(known, gradient, rms, self.step, batch.taken, rule)
             factors = known.rms, move
         by = rule_of.step_scales(self.step, factors, in_update, batch.taken, rule)
@@ -264,8 +264,8 @@ class ScaledAdamStep:
         if known is not None:
             now = self.sums[1]
             if not batch.sharded:
-                now = torch.where(self.needed, now, products)
-            now = (now * scale).to(batch.state_dtype)
+                now = where(self.needed, now, products)
+            now = cast(now * scale, batch.state_dtype)
             ring = rule_of.remembered(known.gradients, now, self.step, batch.taken)
             batch.store("scale_grads", ring)
             if self.is_sized:
@@ -300,35 +300,43 @@ def clip_factors(
             continue
         # The first parameter's copy is what counts; one on a device without work falls behind.
         copies = [states[group["params"][0]], *(step.batch.states[0] for step in members)]
-        own, seen = copies[0], seen.to(copies[0][CLOCK].device)
-        known, factors[id(group)] = clipping.clip(
+        own = {name: copies[0][name] for name in (*CLIPPING, CLOCK)}
+        if isinstance(norm, Tensor):
+            norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
+        else:
+            own = {name: value.numpy() for name, value in own.items()}
+        known, factor = clipping.clip(
             clipping.Clipping(*(own[name] for name in CLIPPING)),
-            norm.to(own["model_norms"]),
+            norm,
             own[CLOCK],
             seen,
             scale=group["clipping_scale"],
             original=group["recipe"] == "stateless7",
         )
+        factors[id(group)] = tensor_of(factor)
         values = dict(zip(CLIPPING, vars(known).values(), strict=True))
         values[CLOCK] = own[CLOCK] + seen
         # One on each device.
         for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
             for name, value in values.items():
-                state[name].copy_(value)
+                state[name].copy_(tensor_of(value))
     return factors
 
 
-def _norm(members: Sequence[ScaledAdamStep]) -> Tensor:
+def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     """Norm of a group's scaled gradients, with shape ``()``."""
     device = members[0].batch.device
-    terms = torch.cat([update.norm_terms(update.sums[0]).to(device) for update in members])
-    params = [p for update in members for p in update.batch.params]
-    if len(members) > 1:
+    parts = [one.norm_terms(one.sums[0]) for one in members]
+    params = [p for one in members for p in one.batch.params]
+    if len(members) == 1:
+        terms = parts[0]
+    else:
         # In the group's order: that of the batches may differ from process to process.
-        places = torch.cat([update.batch.index.to(device) for update in members])
+        terms = torch.cat([tensor_of(part).to(device) for part in parts])
+        places = torch.cat([one.batch.index.to(device) for one in members])
         terms = terms[places.argsort()]
-        on_host = [place for update in members for place in update.batch.places]
+        on_host = [place for one in members for place in one.batch.places]
         params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
-    has_float64 = any(update.batch.weights[0].dtype is torch.float64 for update in members)
+    has_float64 = any(one.batch.weights[0].dtype is torch.float64 for one in members)
     shapes = [(str(p.dtype), *p.shape) for p in params] if has_float64 else []
     return clipping.total_norm(terms, shapes)

@@ -24,13 +24,24 @@ along.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from steadygrad.numerics import inner_products, may_hold, square_sums
-from steadygrad.optim.passes import Bucket, Pass, add_squares, decays_of, roots
+from steadygrad.optim.passes import (
+    Bucket,
+    Pass,
+    add_squares,
+    cast,
+    clamp,
+    decays_of,
+    library_of,
+    root,
+    roots,
+    where,
+)
 
 # The second moment is corrected until its correction is this close to one.
 CORRECTED_BELOW = 0.99
@@ -69,7 +80,7 @@ class UpdateOptions(NamedTuple):
     after: float  # bound on weights after the update; infinite: none
 
 
-def needs_products(step: Tensor, rule: Rule) -> Tensor:
+def needs_products(step: Any, rule: Rule) -> Any:
     """Whether a step needs inner products and norms of weights before its update.
 
     The first step takes the size that the weights have; a size step learns from products.
@@ -77,18 +88,18 @@ def needs_products(step: Tensor, rule: Rule) -> Tensor:
     return (step == 0) | (step % rule.period == rule.period - 1)
 
 
-def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Tensor:
+def finite(sums: Any, needed: Any, dtype: torch.dtype, period: int) -> Any:
     """Whether the sums can be used, with shape ``(tensors)``.
 
     Squares of gradients of sizes are added up over a period, and must not overflow where the others
     do not; and the state, of type ``dtype``, may have a smaller range than the weights.
     """
     # A sum of squares is below infinity unless it is infinite or NaN.
-    found = sums[0].to(dtype) < torch.inf
+    found = cast(sums[0], dtype) < torch.inf
     if not may_hold(needed):
         return found
     # Twice the sum: that of a period is rounded.
-    squares = (sums[1].square() * (2 * period)).to(dtype)
+    squares = cast(sums[1] * sums[1] * (2 * period), dtype)
     products = (squares < torch.inf) & (sums[2] < torch.inf)
     return found & (products | ~needed)
 
@@ -96,18 +107,18 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Ten
 class StepScales(NamedTuple):
     """Factors of the update, each with shape ``(tensors)``."""
 
-    taken: Tensor  # whether the parameter takes the step
-    clip: Tensor  # on the gradient: clipping and direction
-    second_moment: Tensor  # 1 / (1 - beta2**(t + 1)), or 1
-    gradient: Tensor  # on the scaled gradient
-    weight: Tensor  # s, on the weight; zero for one-element parameters
+    taken: Any  # whether the parameter takes the step
+    clip: Any  # on the gradient: clipping and direction
+    second_moment: Any  # 1 / (1 - beta2**(t + 1)), or 1
+    gradient: Any  # on the scaled gradient
+    weight: Any  # s, on the weight; zero for one-element parameters
 
 
 def step_scales(
-    step: Tensor,
-    known: tuple[Tensor, Tensor] | None,
-    clip: Tensor,
-    taken: Tensor,
+    step: Any,
+    known: tuple[Any, Any] | None,
+    clip: Any,
+    taken: Any,
     rule: Rule,
 ) -> StepScales:
     """Factors of the update, from the steps of each parameter before this one.
@@ -116,30 +127,29 @@ def step_scales(
     ``clip`` a factor on all gradients: clipping and direction.
     """
     remaining = 1 - rule.betas[1] ** (step + 1)
-    factor = remaining.reciprocal()
+    factor, one = 1 / remaining, library_of(step).ones_like(step)
     # In 2022 one-element parameters were corrected without end.
     if known is not None or not rule.original:
-        factor = torch.where(remaining < CORRECTED_BELOW, factor, 1.0)
-    clip = clip.expand(step.shape)
+        factor = where(remaining < CORRECTED_BELOW, factor, 1.0)
     if known is None:
-        lr = torch.full_like(factor, rule.scalar_lr_scale) * rule.lr
-        return StepScales(taken, clip, factor, -lr, torch.zeros_like(lr))
+        lr = one * rule.scalar_lr_scale * rule.lr
+        return StepScales(taken, clip * one, factor, -lr, 0.0 * one)
     rms, size = known
-    return StepScales(taken, clip, factor, -rule.lr * rms.clamp(min=rule.min_rms), size)
+    return StepScales(taken, clip * one, factor, -rule.lr * clamp(rms, rule.min_rms, None), size)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of several parameters, with the averages and gradients that they are learned from."""
 
-    rms: Tensor  # of each as it was last taken
-    mean_square: Tensor  # running, of the gradients of the log sizes
-    gradients: Tensor  # the last of these, with shape (tensors, period)
+    rms: Any  # of each as it was last taken
+    mean_square: Any  # running, of the gradients of the log sizes
+    gradients: Any  # the last of these, with shape (tensors, period)
 
 
 def size_step(
-    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
-) -> tuple[Sizes, Tensor]:
+    sizes: Sizes, size_gradient: Any, rms: Any, step: Any, taken: Any, rule: Rule
+) -> tuple[Sizes, Any]:
     r"""Learns the sizes.
 
     .. math::
@@ -159,39 +169,40 @@ def size_step(
     # step too many: nothing has been averaged yet.
     due = turn & (step > 0)
     beta = rule.betas[1] ** rule.period
-    mean = sizes.mean_square * beta + ring.square().mean(1) * (1 - beta)
+    mean = sizes.mean_square * beta + (ring * ring).mean(1) * (1 - beta)
     known = Sizes(
-        rms=torch.where(turn | (taken & (step == 0)), rms, sizes.rms),
-        mean_square=torch.where(due, mean, sizes.mean_square),
+        rms=where(turn | (taken & (step == 0)), rms, sizes.rms),
+        mean_square=where(due, mean, sizes.mean_square),
         gradients=sizes.gradients,
     )
-    scale = (1 - beta ** ((step + 1) // rule.period)).sqrt().to(mean)
+    scale = cast(root(1 - beta ** ((step + 1) // rule.period)), mean.dtype)
     # The product of a tensor and a number is rounded to the tensor's type.
     lr = rule.lr.to(mean.dtype) if isinstance(rule.lr, Tensor) else rule.lr
     lr = lr * rule.scalar_lr_scale
-    raw = -lr * scale * ring.sum(1) / (known.mean_square.sqrt() + rule.eps)
-    return known, torch.where(due, _bounded(raw, known.rms, lr, rule), 0.0)
+    raw = -lr * scale * ring.sum(1) / (root(known.mean_square) + rule.eps)
+    return known, where(due, _bounded(raw, known.rms, lr, rule), 0.0)
 
 
-def remembered(ring: Tensor, size_gradient: Tensor, step: Tensor, taken: Tensor) -> Tensor:
+def remembered(ring: Any, size_gradient: Any, step: Any, taken: Any) -> Any:
     """The last gradients of the log sizes, with this step's.
 
     A gradient whose square times twice the period overflows counts as zero: it came with weights
     that have grown since the last size step, which did not need it.
     """
     period = ring.shape[1]
-    place = torch.arange(period, device=step.device) == (step % period)[:, None]
-    usable = torch.where(size_gradient.square() * (2 * period) < torch.inf, size_gradient, 0.0)
-    return torch.where(place & taken[:, None], usable[:, None], ring)
+    # Counted up, as there is no range on the device of a column without a word of torch's own.
+    place = library_of(ring).ones_like(ring).cumsum(1) - 1 == (step % period)[:, None]
+    usable = where(size_gradient * size_gradient * (2 * period) < torch.inf, size_gradient, 0.0)
+    return where(place & taken[:, None], usable[:, None], ring)
 
 
-def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor:
+def _bounded(raw: Any, rms: Any, lr: float | Tensor, rule: Rule) -> Any:
     """A size step that makes no small parameter smaller, and no large one larger."""
-    raw = torch.where(rms < rule.min_rms, 0.0, raw)
+    raw = where(rms < rule.min_rms, 0.0, raw)
     if rule.original:
-        return torch.where(rms > rule.max_rms, torch.zeros_like(raw) - lr * rule.period, raw)
-    raw = raw.clamp(-LARGEST_SIZE_STEP, LARGEST_SIZE_STEP)
-    return torch.minimum(raw, (rule.max_rms - rms) / rms)
+        return where(rms > rule.max_rms, library_of(raw).zeros_like(raw) - lr * rule.period, raw)
+    raw = clamp(raw, -LARGEST_SIZE_STEP, LARGEST_SIZE_STEP)
+    return library_of(raw).minimum(raw, (rule.max_rms - rms) / rms)
 
 
 def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
@@ -209,10 +220,10 @@ def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
     dtype = v[0].dtype
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
     # part and of the weight's.
-    root = by.second_moment.sqrt()
-    along_g = by.gradient / root * (1 - options.beta1)
+    bias = root(by.second_moment)
+    along_g = by.gradient / bias * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    factors = (by.taken, by.clip, options.eps / root, along_g, by.taken.to(dtype))
+    factors = (by.taken, by.clip, options.eps / bias, along_g, by.taken.to(dtype))
     taken, clip, eps, factor, moves = bucket.pick(factors, dtype)
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +25,12 @@ class SkipMonitor:
         self._copied: HostCopy | None = None
         self._last: float | None = None
 
-    def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
+    def count(self, ok: Any, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
         """Counts a step if it was skipped, and warns at the limit; None: never."""
         # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
         # no value.
+        if not isinstance(ok, Tensor):
+            ok = torch.from_numpy(np.asarray(ok))
         readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)
         on_host = readable and ok.device.type == "cpu"
         if on_host and bool(ok.numpy()):

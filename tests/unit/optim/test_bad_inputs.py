@@ -116,7 +116,7 @@ DATA = {
     "expanded": ("parameter", lambda t: torch.zeros(1).expand(5), "share memory"),
     "float8": ("parameter", lambda t: t.to(torch.float8_e5m2), "float8_e5m2"),
     "shape of a gradient": ("gradient", lambda t: torch.arange(3.0), "shapes"),
-    "rows of a state": ("state", lambda t: t[:2], "shape"),
+    "rows of a state": ("state", lambda t: t[:2].clone(), "shape"),
 }
 
 

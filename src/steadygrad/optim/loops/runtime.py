@@ -28,7 +28,7 @@ from torch import Tensor
 from steadygrad.optim import codes
 from steadygrad.optim.loops import ALL, BROKEN, numbers, was_forked
 from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
-from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
+from steadygrad.optim.passes import Pass, Types, addresses_of, cast, check_memory, named
 
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -152,11 +152,11 @@ class Table:
 def run(
     tables: Sequence[Table],
     one: Pass,
-    by: Sequence[Tensor],
-    options: Sequence[float | Tensor],
+    by: Sequence[NDArray[Any]],
+    options: Sequence[float],
     sum_dtype: torch.dtype,
     inverse_scale: Tensor | None,
-) -> Tensor | None:
+) -> NDArray[Any] | None:
     """Runs a pass's loop over the tables of a batch.
 
     A tensor takes part if its first factor is not zero; without any, if it has a gradient.
@@ -164,10 +164,9 @@ def run(
     Returns:
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
-    factors = np.array([column.numpy() for column in by], np.float64)
+    factors = np.array(by, np.float64)
     scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
-    given = [o.numpy() if isinstance(o, Tensor) else o for o in (*options, scale)]
-    numbers_of_all = np.array(given, np.float64)
+    numbers_of_all = np.array([*options, scale], np.float64)
     if len(tables) == 1:
         sums = tables[0].run(one, factors, numbers_of_all)
     else:
@@ -175,7 +174,7 @@ def run(
         for table in tables:
             own = np.ascontiguousarray(factors[..., table.members]) if len(by) else factors
             sums[table.members] = table.run(one, own, numbers_of_all)
-    return torch.from_numpy(sums.T[: one.rows]).to(sum_dtype) if one.rows else None
+    return cast(sums.T[: one.rows], sum_dtype) if one.rows else None
 
 
 def _piece(row: int) -> int:
