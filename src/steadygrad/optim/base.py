@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, overload
 
 import numpy as np
@@ -22,7 +22,7 @@ from steadygrad._checks import InputError, check_count, check_number
 from steadygrad.numerics import wide
 from steadygrad.optim import codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
-from steadygrad.optim.checks import check_capture, check_parameter, dense_gradient
+from steadygrad.optim.checks import check_capture, check_lr, check_parameter, dense_gradient
 from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
 from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, grad_sq_norms, runtime_of, tensor_of
@@ -30,8 +30,6 @@ from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
 
-# Options that say how a step is computed.
-_MODES = ("foreach", "fused", "master_weights", "state_dtype")
 # Optimizers that have said which parameters keep float32 where eight bits were asked for.
 _WARNED: set[str] = set()
 
@@ -61,7 +59,9 @@ class ShardedOptimizer(StatefulOptimizer):
     _empty: Sequence[Tensor] = ()
     _members_then: Sequence[Any] = ()
     _built: Sequence[ParamBatch] = ()
-    _built_for: Any = None
+    _options: Sequence[Any] = ()
+    # A flag for each parameter.
+    _all: Sequence[bool] = ()
     _partial: PartialGradients | None = None
     # Whether any process has a gradient that is partial, with one flag for each parameter.
     _anywhere: Tensor | None = None
@@ -96,7 +96,6 @@ class ShardedOptimizer(StatefulOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one step.
 
@@ -116,7 +115,8 @@ class ShardedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if torch.compiler.is_compiling():
-            self._step()
+            with torch.no_grad():
+                self._step()
             return loss
         try:
             # State tensors that are made in inference mode could not be changed outside of it.
@@ -150,13 +150,12 @@ class ShardedOptimizer(StatefulOptimizer):
         """The parameters of this step with their gradients."""
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            self._check_groups()
+            self._check_options()
         self._find_params()
         # A gradient scaler sets it for a step whose gradients it has not unscaled.
         gradients = self._gradients(getattr(self, "grad_scale", None))
-        modes = [tuple(map(g.get, _MODES)) for g in self.param_groups]
-        batches, key = self._built, None if compiling else (modes, len(loops.BROKEN))
-        if compiling or self._built_for != key or not all(b.refresh(gradients) for b in batches):
+        batches = self._built
+        if compiling or not batches or not all(b.refresh(gradients) for b in batches):
             if not compiling:
                 self._check_params()
                 self._warn_of_float32()
@@ -171,8 +170,19 @@ class ShardedOptimizer(StatefulOptimizer):
                     "Remedy: no backward pass and no zero_grad() in another thread meanwhile."
                 )
             if not compiling:
-                self._built, self._built_for = batches, key
+                self._built = batches
         return gradients.worked_on(batches)
+
+    def _check_options(self) -> None:
+        """Checks the options where anybody may have changed them since the last step."""
+        groups = [(n, v) for group in self.param_groups for n, v in group.items()]
+        # A schedule writes a new rate in every step. What broke has another count.
+        found = [len(loops.BROKEN), *(value for name, value in groups if name != "lr")]
+        if len(found) != len(self._options) or not all(map(is_, found, self._options)):
+            self._check_groups()
+            self._options, self._built = found, ()
+        for group in self.param_groups:
+            check_lr(group["lr"])
 
     def _find_params(self) -> None:
         """Lists the parameters anew where they or their states were exchanged."""
@@ -182,12 +192,12 @@ class ShardedOptimizer(StatefulOptimizer):
         same = same and all(map(is_, members, self._members_then))
         if not same or any(map(Tensor.numel, self._empty)) or not all(self.state.values()):
             self._fill_state()
-            self._members_then, self._built_for = self._members(), None
+            self._members_then, self._built = self._members(), ()
             params = [p for group in self.param_groups for p in group["params"]]
             self._params = [p for p in params if p.numel()]
             self._empty = [p for p in params if not p.numel()]
             self._sharded = [is_sharded(p) for p in self._params]
-            self._is_sharded = any(self._sharded)
+            self._all = (True,) * len(self._params)
 
     def _members(self) -> list[Any]:
         """Every group before its parameters, then the states of all of them."""
@@ -206,17 +216,15 @@ class ShardedOptimizer(StatefulOptimizer):
     def _gradients(self, grad_scale: Tensor | None) -> Gradients:
         """Local gradients of all parameters, with a loss scale that is still in them."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
-        present = [g for g in grads if g is not None]
-        has_grad = [True] * len(grads)
-        if len(present) < len(grads):
+        kinds, has_grad = {*map(type, grads)}, self._all
+        if type(None) in kinds:
             has_grad = [
                 g is not None or (self._none_is_zero and p.requires_grad)
                 for p, g in zip(self._params, grads, strict=True)
             ]
-        is_odd = {torch.strided} < {torch.strided, *map(attrgetter("layout"), present)}
-        if not is_odd and not any(self._sharded):
+        if not any(self._sharded):
             self._anywhere = None
-            return Gradients(grads, has_grad, has_grad, grad_scale)
+            return Gradients(grads, has_grad, has_grad, grad_scale, kinds == {Tensor})
         grads = [
             g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
         ]
@@ -228,7 +236,7 @@ class ShardedOptimizer(StatefulOptimizer):
             here or (shared and p.requires_grad)
             for here, shared, p in zip(has_grad, self._sharded, self._params, strict=True)
         ]
-        return Gradients(grads, has_grad, in_step, grad_scale)
+        return Gradients(grads, has_grad, in_step, grad_scale, {*map(type, grads)} == {Tensor})
 
     def _check_params(self) -> None:
         """Raises InputError if a parameter no longer has the shape and device of its state."""
@@ -469,6 +477,8 @@ def _bad(sums: Sequence[Any], finite: Sequence[Callable[[Any], Any]], found_inf:
     # A number where the scaler has seen no gradient at all.
     if isinstance(found_inf, Tensor):
         flags.append((found_inf != 0).reshape(()))
+    if flags and not any(isinstance(flag, Tensor) for flag in flags):
+        return np.bool_(any(flags))
     if len(flags) < 2:
         return flags[0] if flags else torch.zeros((), dtype=torch.bool)
     found = [*map(tensor_of, flags)]

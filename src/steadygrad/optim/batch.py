@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, compress
-from operator import attrgetter, is_, mul
+from operator import attrgetter, is_, itemgetter, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.checks import TYPES, is_capturing
+from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
 from steadygrad.optim.passes import (
     BACKENDS,
@@ -37,9 +38,10 @@ class Gradients(NamedTuple):
     """Local gradients of all parameters, with two flags for each, and their scale."""
 
     grads: list[Tensor | None]  # None: this process has none
-    has_grad: list[bool]  # whether there is one on this process, or None that counts as a zero
-    in_step: list[bool]  # whether it is worked on, because some process may have a gradient
+    has_grad: Sequence[bool]  # whether there is one on this process, or None that counts as a zero
+    in_step: Sequence[bool]  # whether it is worked on, because some process may have a gradient
     grad_scale: Tensor | None  # loss scale that is still in the gradients; None: none is
+    are_plain: bool  # whether all of them are tensors of torch's own class
 
     def worked_on(self, batches: "Sequence[ParamBatch]") -> "list[ParamBatch]":
         """Batches of which at least one parameter is worked on."""
@@ -90,6 +92,7 @@ class ParamBatch:
         views: bool,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
+        self._members_of = itemgetter(*places) if len(places) > 1 else lambda all: (all[places[0]],)
         self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.on_host = bool(tables) and BACKENDS[self.device.type] == "loops"
@@ -138,9 +141,11 @@ class ParamBatch:
         large = [t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors]
         # Whoever exchanges a parameter's states by their memory exchanges these as well.
         self._watched = [*large, *(s["step"] for s in states)]
-        self._addresses, self._layouts = addresses_of(self._watched), [*map(_layout, self._own)]
-        self._shapes, self._contiguous = [p.shape for p in self._own], self._are_contiguous()
-        self._places = addresses_of(self._own)
+        self._layouts, self._shapes = [*map(_layout, self._own)], [p.shape for p in self._own]
+        self._contiguous, self._places = self._are_contiguous(), self._addresses()
+        self._of_one = [i for i, p in enumerate(self._own) if p.numel() == 1]
+        # Addresses of gradients, parameters and weights.
+        self._found = np.zeros((3, len(params)), np.int64)
         for table in tables:
             table.fill_states((*self.moments, *self.scales))
 
@@ -192,7 +197,7 @@ class ParamBatch:
         """Reads weights, gradients and addresses; False if the batch must be built anew."""
         if not torch.compiler.is_compiling():
             self._own = [local(p) for p in self.params] if self.sharded else self.params
-            if not self._keeps_layout() or not self._keeps_states():
+            if not self._is_as_built():
                 return False
         self.weights, self.inverse_scale = self._masters or self._own, None
         if self._firsts is not None:
@@ -201,15 +206,16 @@ class ParamBatch:
         if (scale := given.grad_scale) is not None:
             # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
-        grads = [given.grads[i] for i in self.places]
-        in_step = [given.in_step[i] for i in self.places]
+        grads, has_grad, in_step = map(self._members_of, given[:3])
         if not self.tables:
+            for p in self.params:
+                dense_gradient(p)
             if self._masters:
                 sync_masters(self._own, self._masters)
             self._fill_buckets(grads, in_step)
-        elif not self._fill_tables(grads):
+        elif not self._fill_tables([*grads], given.are_plain):
             return False
-        self._set_flags([given.has_grad[i] for i in self.places], in_step)
+        self._set_flags(has_grad, in_step)
         return True
 
     def _fill_buckets(self, grads: list[Tensor | None], in_step: list[bool]) -> None:
@@ -261,51 +267,54 @@ class ParamBatch:
             )
             self._flags = None if recording else (has_grad, in_step)
 
+    def _is_as_built(self) -> bool:
+        """Whether parameters have their layout, wherever they lie now, and states their place."""
+        states = self._state_tensors()
+        if len(states) != len(self._kept) or not all(map(is_, states, self._kept)):
+            return False
+        # Memory may have been exchanged through `.data`. Another shape in the same place is noticed
+        # where loops are given the gradients.
+        places, count = self._addresses(), len(self._own)
+        if (places == self._places).all() and self.tables and self._contiguous:
+            return self._are_contiguous()
+        is_moved = (places[count:] != self._places[count:]).any()
+        self._places = places
+        return not is_moved and [*map(_layout, self._own)] == self._layouts
+
+    def _addresses(self) -> NDArray[np.int64]:
+        return addresses_of([*self._own, *self._watched])
+
     def _are_contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self._own))
-
-    def _keeps_layout(self) -> bool:
-        """Whether the parameters are laid out as they were, wherever they lie now."""
-        places = addresses_of(self._own)
-        # Another shape in the same place is noticed where loops are given the gradients.
-        same = bool(self.tables) and np.array_equal(places, self._places)
-        same = same and self._contiguous and self._are_contiguous()
-        self._places = places
-        return same or [*map(_layout, self._own)] == self._layouts
-
-    def _keeps_states(self) -> bool:
-        """Whether every state still is the tensor that it was, where it was."""
-        found = self._state_tensors()
-        return (
-            len(found) == len(self._kept)
-            and all(map(is_, found, self._kept))
-            # The states' memory may have been exchanged through `state.data`.
-            and np.array_equal(self._addresses, addresses_of(self._watched))
-        )
 
     def _state_tensors(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self.states))]
 
-    def _fill_tables(self, grads: list[Tensor | None]) -> bool:
+    def _fill_tables(self, grads: list[Tensor | None], are_plain: bool) -> bool:
         """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
         dtype = self.tables[0].types[0]
-        # Without a tuple for each tensor: thousands of them wake the garbage collector.
         alike = (
             self._contiguous
-            and {*map(type, grads)} == {Tensor}
+            and are_plain
             and {*map(attrgetter("dtype"), grads)} == {dtype}
             and [*map(attrgetter("shape"), grads)] == self._shapes
             and all(map(Tensor.is_contiguous, grads))
-            and not any(map(Tensor.is_neg, grads))
+            # Of a view that is yet to be negated only one element lies without gaps.
+            and not any(grads[i].is_neg() for i in self._of_one)
         )
         if not alike and not self._lay_out(grads, dtype):
             return False
         self.grads = grads
-        found = np.zeros((3, len(grads)), np.int64)
-        has_grad = np.array([g is not None for g in grads])
-        found[0, has_grad] = addresses_of([g for g in grads if g is not None])
-        found[1] = self._places
-        found[2] = addresses_of(self._masters) if self._masters else self._places
+        found, has_grad = self._found, np.ones(len(grads), np.bool_)
+        if alike:
+            found[0] = addresses_of(grads)
+        else:
+            has_grad = np.array([g is not None for g in grads])
+            found[0] = 0
+            found[0, has_grad] = addresses_of([g for g in grads if g is not None])
+        found[1:] = self._places[: len(grads)]
+        if self._masters:
+            found[2] = addresses_of(self._masters)
         for table in self.tables:
             table.fill(found, has_grad)
         return True
@@ -316,6 +325,7 @@ class ParamBatch:
             return False
         for i, (g, own) in enumerate(zip(grads, self._own, strict=True)):
             if g is not None:
+                dense_gradient(self.params[i])
                 _check_shape(g, own)
                 if type(g) is not Tensor or g.dtype is not dtype:
                     return False

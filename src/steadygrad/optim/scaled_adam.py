@@ -304,7 +304,8 @@ def clip_factors(
         if isinstance(norm, Tensor):
             norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
         else:
-            own = {name: value.numpy() for name, value in own.items()}
+            own = {name: value.numpy()[()] for name, value in own.items()}
+            seen = members[0].batch.column(seen)
         known, factor = clipping.clip(
             clipping.Clipping(*(own[name] for name in CLIPPING)),
             norm,

@@ -4,12 +4,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from steadygrad.numerics import HostCopy
 from steadygrad.optim.checks import is_capturing
+from steadygrad.optim.passes import tensor_of
 
 
 class SkipMonitor:
@@ -29,17 +29,17 @@ class SkipMonitor:
         """Counts a step if it was skipped, and warns at the limit; None: never."""
         # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
         # no value.
-        if not isinstance(ok, Tensor):
-            ok = torch.from_numpy(np.asarray(ok))
-        readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)
-        on_host = readable and ok.device.type == "cpu"
-        if on_host and bool(ok.numpy()):
+        is_array = not isinstance(ok, Tensor)
+        is_plain = is_array or (type(ok) is Tensor and not ok.is_meta)
+        readable = is_plain and not torch.compiler.is_compiling()
+        on_host = readable and (is_array or ok.device.type == "cpu")
+        if on_host and bool(ok if is_array else ok.numpy()):
             self._in_a_row = 0
             return
         # Without a look-up by parameter: on accelerators this is done in every step.
         counts = {id(state["skipped"]): state["skipped"] for state in states}
         for count in counts.values():
-            count.add_((~ok).to(count.device))
+            count.add_(tensor_of(~ok).to(count.device))
         if not readable or limit is None or limit < 1 or is_capturing():
             return
         if on_host:

@@ -71,6 +71,7 @@ class Table:
         columns = [tensors, starts, parts, self.firsts[tensors], lasts[tensors], pieces[tensors]]
         # See `numbers.CHUNK_TABLE`.
         self.chunks = np.ascontiguousarray(np.stack(columns, axis=1))
+        self.kernels: dict[Pass, Any] = {}
         self.plans: dict[tuple[bool, int], tuple[NDArray[np.int64], ...]] = {}
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
@@ -97,8 +98,10 @@ class Table:
 
         Addresses of gradients, zero for None, of parameters and of weights, ``(3, batch)``.
         """
-        self.addresses[:, [GRAD, PARAM, WEIGHT]] = addresses[:, self.members].T
-        check_memory(self.addresses, self.lengths, has_grad[self.members])
+        if len(self.members) < len(has_grad):
+            addresses, has_grad = addresses[:, self.members], has_grad[self.members]
+        self.addresses[:, GRAD], self.addresses[:, PARAM], self.addresses[:, WEIGHT] = addresses
+        check_memory(self.addresses, self.lengths, has_grad)
 
     def run(
         self, one: Pass, factors: NDArray[np.float64], options: NDArray[np.float64]
@@ -115,7 +118,11 @@ class Table:
         self.args[numbers.FACTORS] = factors.ctypes.data
         self.args[numbers.OPTIONS] = options.ctypes.data
         self.args[numbers.ROWS], self.args[numbers.NUMBERS] = len(factors), len(options)
-        _run(_kernel_of(one, self.types).address, self.args, threads)
+        if one not in self.kernels:
+            self.kernels[one] = _KERNEL(_kernel_of(one, self.types).address)
+        _run(self.kernels[one], self.args, threads)
+        if not one.rows:
+            return self.partial_sums
         sums: NDArray[np.float64] = np.add.reduceat(self.partial_sums, self.firsts, axis=0)
         return sums
 
@@ -173,7 +180,9 @@ def run(
         sums = np.empty((sum(len(table.members) for table in tables), MOST_SUMS))
         for table in tables:
             own = np.ascontiguousarray(factors[..., table.members]) if len(by) else factors
-            sums[table.members] = table.run(one, own, numbers_of_all)
+            found = table.run(one, own, numbers_of_all)
+            if one.rows:
+                sums[table.members] = found
     return cast(sums.T[: one.rows], sum_dtype) if one.rows else None
 
 
@@ -242,7 +251,7 @@ def _team() -> Any:
         give_way = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
-    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+    start.argtypes = [_KERNEL, ctypes.c_void_p, ctypes.c_uint]
     start.restype = end.restype = None
     return start, end, give_way
 
@@ -254,9 +263,9 @@ def _threads(elements: int) -> int:
     return min(torch.get_num_threads(), max(1, elements // _SMALL))
 
 
-def _run(address: int, args: NDArray[np.int64], threads: int) -> None:
+def _run(kernel: Any, args: NDArray[np.int64], threads: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock."""
-    kernel, place = _KERNEL(address), args.ctypes.data
+    place = args.ctypes.data
     args[numbers.YIELD] = 0
     if threads == 1:
         kernel(place)
@@ -264,7 +273,7 @@ def _run(address: int, args: NDArray[np.int64], threads: int) -> None:
     start, end, args[numbers.YIELD] = _team()
     # A team must come to its end wherever an interrupt may fall.
     try:
-        start(address, place, threads)
+        start(kernel, place, threads)
     finally:
         try:
             kernel(place)
