@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import may_hold
-from steadygrad.optim.passes import cast, clamp, library_of, root, tensor_of, where
+from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
 
 # Steps at which the current recipe takes a first, doubled threshold from as many norms.
 EARLY = (10, 20, 40)
@@ -77,7 +77,8 @@ def clip(
         threshold = where(due, _threshold(ordered, step, scale, early), threshold)
         clipped = where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
-    factor = clamp(1 / (norm + 1e-20) * cast(threshold, own), None, 1.0)
+    factor = 1 / (norm + 1e-20) * cast(threshold, own)
+    factor = where(factor > 1, 1.0, factor)
     # Without a threshold infinity over an infinite norm is no number.
     factor = where(taken & (threshold < torch.inf), factor, 1.0)
     return Clipping(norms, threshold, clipped + (factor < 1)), factor

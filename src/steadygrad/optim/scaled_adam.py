@@ -315,12 +315,14 @@ def clip_factors(
             original=group["recipe"] == "stateless7",
         )
         factors[id(group)] = tensor_of(factor)
-        values = dict(zip(CLIPPING, vars(known).values(), strict=True))
-        values[CLOCK] = own[CLOCK] + seen
+        values = [*vars(known).values(), own[CLOCK] + seen]
         # One on each device.
         for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
-            for name, value in values.items():
-                state[name].copy_(tensor_of(value))
+            for name, value in zip(own, values, strict=True):
+                if isinstance(value, Tensor):
+                    state[name].copy_(value)
+                else:
+                    state[name].numpy()[...] = value
     return factors
 
 
@@ -328,16 +330,14 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     """Norm of a group's scaled gradients, with shape ``()``."""
     device = members[0].batch.device
     parts = [one.norm_terms(one.sums[0]) for one in members]
-    params = [p for one in members for p in one.batch.params]
-    if len(members) == 1:
-        terms = parts[0]
-    else:
-        # In the group's order: that of the batches may differ from process to process.
-        terms = torch.cat([tensor_of(part).to(device) for part in parts])
-        places = torch.cat([one.batch.index.to(device) for one in members])
-        terms = terms[places.argsort()]
-        on_host = [place for one in members for place in one.batch.places]
-        params = [params[i] for i in sorted(range(len(params)), key=on_host.__getitem__)]
     has_float64 = any(one.batch.weights[0].dtype is torch.float64 for one in members)
-    shapes = [(str(p.dtype), *p.shape) for p in params] if has_float64 else []
-    return clipping.total_norm(terms, shapes)
+    if len(members) == 1 and not has_float64:
+        return clipping.total_norm(parts[0], [])
+    # In the group's order: that of the batches may differ from process to process.
+    terms = torch.cat([tensor_of(part).to(device) for part in parts])
+    places = torch.cat([one.batch.index.to(device) for one in members])
+    params = {i: p for one in members for i, p in zip(one.batch.places, one.batch.params, strict=True)}
+    ordered = [params[i] for i in sorted(params)] if has_float64 else []
+    return clipping.total_norm(
+        terms[places.argsort()], [(str(p.dtype), *p.shape) for p in ordered]
+    )
