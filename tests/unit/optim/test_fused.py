@@ -50,8 +50,10 @@ def edit_count(params, state, step):
 
 
 def turn_gradient(params, state, step):
-    g = params[0].grad
-    params[0].grad = transposed(g) if step == 2 else torch._neg_view(-g)
+    params[0].grad = transposed(params[0].grad)
+    # Views that are yet to be negated; one of a single element lies without gaps.
+    for p in params[::2] if step == 5 else ():
+        p.grad = torch.complex(p.grad, -p.grad).conj().imag
 
 
 CHANGES = [
