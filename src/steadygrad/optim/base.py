@@ -25,7 +25,15 @@ from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
 from steadygrad.optim.checks import check_capture, check_lr, check_parameter, dense_gradient
 from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
-from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, grad_sq_norms, runtime_of, tensor_of
+from steadygrad.optim.passes import (
+    BACKENDS,
+    Pass,
+    Types,
+    cast,
+    grad_sq_norms,
+    runtime_of,
+    tensor_of,
+)
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
@@ -216,15 +224,15 @@ class ShardedOptimizer(StatefulOptimizer):
     def _gradients(self, grad_scale: Tensor | None) -> Gradients:
         """Local gradients of all parameters, with a loss scale that is still in them."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
-        kinds, has_grad = {*map(type, grads)}, self._all
-        if type(None) in kinds:
+        has_grad = self._all
+        if type(None) in {*map(type, grads)}:
             has_grad = [
                 g is not None or (self._none_is_zero and p.requires_grad)
                 for p, g in zip(self._params, grads, strict=True)
             ]
         if not any(self._sharded):
             self._anywhere = None
-            return Gradients(grads, has_grad, has_grad, grad_scale, kinds == {Tensor})
+            return Gradients(grads, has_grad, has_grad, grad_scale)
         grads = [
             g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
         ]
@@ -236,7 +244,7 @@ class ShardedOptimizer(StatefulOptimizer):
             here or (shared and p.requires_grad)
             for here, shared, p in zip(has_grad, self._sharded, self._params, strict=True)
         ]
-        return Gradients(grads, has_grad, in_step, grad_scale, {*map(type, grads)} == {Tensor})
+        return Gradients(grads, has_grad, in_step, grad_scale)
 
     def _check_params(self) -> None:
         """Raises InputError if a parameter no longer has the shape and device of its state."""

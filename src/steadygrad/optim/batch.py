@@ -1,6 +1,6 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, compress
 from operator import attrgetter, is_, itemgetter, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +41,6 @@ class Gradients(NamedTuple):
     has_grad: Sequence[bool]  # whether there is one on this process, or None that counts as a zero
     in_step: Sequence[bool]  # whether it is worked on, because some process may have a gradient
     grad_scale: Tensor | None  # loss scale that is still in the gradients; None: none is
-    are_plain: bool  # whether all of them are tensors of torch's own class
 
     def worked_on(self, batches: "Sequence[ParamBatch]") -> "list[ParamBatch]":
         """Batches of which at least one parameter is worked on."""
@@ -92,7 +91,8 @@ class ParamBatch:
         views: bool,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
-        self._members_of = itemgetter(*places) if len(places) > 1 else lambda all: (all[places[0]],)
+        # What belongs to its parameters, of what all parameters of the optimizer have.
+        self._of = itemgetter(*places) if len(places) > 1 else lambda one: (one[places[0]],)
         self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.on_host = bool(tables) and BACKENDS[self.device.type] == "loops"
@@ -138,9 +138,9 @@ class ParamBatch:
             return
         # What must stay for the batch to be used again.
         self._kept = self._state_tensors()
-        large = [t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors]
         # Whoever exchanges a parameter's states by their memory exchanges these as well.
-        self._watched = [*large, *(s["step"] for s in states)]
+        self._watched = [*chain(*self.moments, *self.scales, self._masters)]
+        self._watched += [state["step"] for state in states]
         self._layouts, self._shapes = [*map(_layout, self._own)], [p.shape for p in self._own]
         self._contiguous, self._places = self._are_contiguous(), self._addresses()
         self._of_one = [i for i, p in enumerate(self._own) if p.numel() == 1]
@@ -175,7 +175,7 @@ class ParamBatch:
         if not isinstance(lr, Tensor):
             return lr
         if self.on_host:
-            return self.number(lr.reshape(()))
+            return float(self.number(lr.reshape(())))
         # In one call: there are devices without float64.
         dtype = lr.dtype if self.exact is torch.float64 else self.exact
         return lr.to(self.device, dtype).reshape(())
@@ -206,14 +206,14 @@ class ParamBatch:
         if (scale := given.grad_scale) is not None:
             # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
-        grads, has_grad, in_step = map(self._members_of, given[:3])
+        grads, has_grad, in_step = map(self._of, given[:3])
         if not self.tables:
             for p in self.params:
                 dense_gradient(p)
             if self._masters:
                 sync_masters(self._own, self._masters)
             self._fill_buckets(grads, in_step)
-        elif not self._fill_tables([*grads], given.are_plain):
+        elif not self._fill_tables([*grads]):
             return False
         self._set_flags(has_grad, in_step)
         return True
@@ -290,28 +290,27 @@ class ParamBatch:
     def _state_tensors(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self.states))]
 
-    def _fill_tables(self, grads: list[Tensor | None], are_plain: bool) -> bool:
+    def _fill_tables(self, grads: list[Tensor | None]) -> bool:
         """Lays gradients out in memory as their parameters are; False if loops cannot take one."""
-        dtype = self.tables[0].types[0]
+        dtype, given = self.tables[0].types[0], [g for g in grads if g is not None]
         alike = (
             self._contiguous
-            and are_plain
-            and {*map(attrgetter("dtype"), grads)} == {dtype}
-            and [*map(attrgetter("shape"), grads)] == self._shapes
-            and all(map(Tensor.is_contiguous, grads))
+            and len(given) == len(grads)
+            and {*map(type, given)} == {Tensor}
+            and {*map(attrgetter("dtype"), given)} == {dtype}
+            and [*map(attrgetter("shape"), given)] == self._shapes
+            and all(map(Tensor.is_contiguous, given))
             # Of a view that is yet to be negated only one element lies without gaps.
-            and not any(grads[i].is_neg() for i in self._of_one)
+            and not any(given[i].is_neg() for i in self._of_one)
         )
         if not alike and not self._lay_out(grads, dtype):
             return False
-        self.grads = grads
-        found, has_grad = self._found, np.ones(len(grads), np.bool_)
-        if alike:
-            found[0] = addresses_of(grads)
-        else:
-            has_grad = np.array([g is not None for g in grads])
+        self.grads, found = grads, self._found
+        given, has_grad = [g for g in grads if g is not None], np.ones(len(grads), np.bool_)
+        if len(given) < len(grads):
+            has_grad[:] = [g is not None for g in grads]
             found[0] = 0
-            found[0, has_grad] = addresses_of([g for g in grads if g is not None])
+        found[0, has_grad] = addresses_of(given)
         found[1:] = self._places[: len(grads)]
         if self._masters:
             found[2] = addresses_of(self._masters)

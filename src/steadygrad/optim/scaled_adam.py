@@ -1,6 +1,7 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -336,8 +337,8 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     # In the group's order: that of the batches may differ from process to process.
     terms = torch.cat([tensor_of(part).to(device) for part in parts])
     places = torch.cat([one.batch.index.to(device) for one in members])
-    params = {i: p for one in members for i, p in zip(one.batch.places, one.batch.params, strict=True)}
+    params = {
+        i: p for one in members for i, p in zip(one.batch.places, one.batch.params, strict=True)
+    }
     ordered = [params[i] for i in sorted(params)] if has_float64 else []
-    return clipping.total_norm(
-        terms[places.argsort()], [(str(p.dtype), *p.shape) for p in ordered]
-    )
+    return clipping.total_norm(terms[places.argsort()], [(str(p.dtype), *p.shape) for p in ordered])
