@@ -306,11 +306,13 @@ class ParamBatch:
         if not alike and not self._lay_out(grads, dtype):
             return False
         self.grads, found = grads, self._found
-        given, has_grad = [g for g in grads if g is not None], np.ones(len(grads), np.bool_)
-        if len(given) < len(grads):
+        has_grad = np.ones(len(grads), np.bool_)
+        if len(given) == len(grads):
+            found[0] = addresses_of(grads)  # type: ignore[arg-type]
+        else:
             has_grad[:] = [g is not None for g in grads]
-            found[0] = 0
-        found[0, has_grad] = addresses_of(given)
+            found[0, has_grad] = addresses_of([g for g in grads if g is not None])
+            found[0, ~has_grad] = 0
         found[1:] = self._places[: len(grads)]
         if self._masters:
             found[2] = addresses_of(self._masters)

@@ -1,7 +1,6 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
