@@ -1,11 +1,11 @@
 """Types and sums that several tools share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "square_sums", "wide"]
+__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "part_sums", "square_sums", "wide"]
 
 # Widest floating type by type of device, as found out.
 _WIDEST: dict[str, torch.dtype] = {}
@@ -83,6 +83,15 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if rows := PIECE // 8 * len(tensor) // tensor.numel():
         return list(tensor.split(rows))
     return [piece for row in tensor.unbind() for piece in _pieces(row)]
+
+
+def part_sums(tensor: Tensor, parts: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+    """Sum of each part of a tensor, with shape ``(parts)``: of what is positive less of the rest.
+
+    In a number of calls that does not grow with that of parts: sums of squares of roots.
+    """
+    above = square_sums(parts(tensor.clamp(min=0).sqrt_()))
+    return above - square_sums(parts(tensor.neg().clamp_(min=0).sqrt_()))
 
 
 def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

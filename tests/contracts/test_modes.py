@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from steadygrad.optim import loops
-from steadygrad.optim.batch import BUCKET
+from steadygrad.optim.buckets import BUCKET
 from tests.contracts.problems import (
     DTYPES,
     PeakMemory,

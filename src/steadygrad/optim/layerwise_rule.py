@@ -38,9 +38,9 @@ from steadygrad.optim.passes import (
     average,
     clamp,
     grad_sq_norms,
-    moved_by,
+    move_by,
     root,
-    second_moments,
+    second_moment,
     sum_type,
     where,
 )
@@ -140,67 +140,53 @@ def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
 
 
 def _move_moments(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
-    gradients = _scaled(bucket, by, options.clip_value)
-    average(bucket, gradients, (options.beta1, options.beta2), by.taken)
-    del gradients  # Two temporaries at a time, no more.
+    gradient = _scaled(bucket, by, options.clip_value)
+    average(bucket, gradient, (options.beta1, options.beta2), by.taken)
+    del gradient  # Two temporaries at a time, no more.
     return _direction_sums(bucket, by, options, has_two=has_two)
 
 
 def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
     m, x, dtype = bucket.moments[0], bucket.weights, sum_type(bucket)
-    unbias1, unbias2 = bucket.pick((by.unbias1, by.unbias2), m[0].dtype)
-    d, parts = _denominators(bucket, unbias2, options), []
+    d, parts = _denominator(bucket, by.unbias2, options), []
     if has_two:
-        u = _scaled(bucket, by, options.clip_value)
-        torch._foreach_div_(u, d)
-        torch._foreach_add_(u, x, alpha=options.weight_decay)
-        parts.append(square_sums(u, dtype)[None])
+        u = _scaled(bucket, by, options.clip_value).div_(d).add_(x, alpha=options.weight_decay)
+        parts.append(square_sums(bucket.parts(u), dtype)[None])
         del u  # Two temporaries at a time, no more.
-    u = list(torch._foreach_mul(m, unbias1))
-    torch._foreach_div_(u, d)
+    u = (m * bucket.each(by.unbias1, m.dtype)).div_(d)
     del d
-    torch._foreach_add_(u, x, alpha=options.weight_decay)
-    return torch.cat([square_sums([*x, *u], dtype).view(2, -1), *parts])
+    u.add_(x, alpha=options.weight_decay)
+    return torch.cat([square_sums([*bucket.own, *bucket.parts(u)], dtype).view(2, -1), *parts])
 
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
-    m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
     if bucket.codes is not None:
         # The pass before this one left them as they were.
-        gradients = _scaled(bucket, by, options.clip_value)
-        average(bucket, gradients, (options.beta1, options.beta2), by.taken)
-    unbias2, along_m, along_g = bucket.pick((by.unbias2, by.along_m, by.along_g), dtype)
-    (keep,) = bucket.pick([by.keep], sum_type(bucket))
+        gradient = _scaled(bucket, by, options.clip_value)
+        average(bucket, gradient, (options.beta1, options.beta2), by.taken)
+        del gradient
+    m = bucket.moments[0]
+    along_m = bucket.each(by.along_m, m.dtype)
     if has_two:
         u = _scaled(bucket, by, options.clip_value)
-        torch._foreach_mul_(u, along_g)
-        for total, own, factor in zip(u, m, along_m, strict=True):
-            total.addcmul_(own, factor)
+        u.mul_(bucket.each(by.along_g, m.dtype)).addcmul_(m, along_m)
     else:
-        u = list(torch._foreach_mul(m, along_m))
-    torch._foreach_div_(u, _denominators(bucket, unbias2, options))
-    moved_by(bucket.weights, keep, u)
+        u = m * along_m
+    u.div_(_denominator(bucket, by.unbias2, options))
+    move_by(bucket, by.keep, u)
 
 
-def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> list[Tensor]:
-    r"""Copies of :math:`\tilde g`."""
-    dtype = bucket.moments[0][0].dtype
-    taken, scale = bucket.pick((by.taken, by.gradient), dtype)
-    g = bucket.sanitized(taken, dtype)
-    torch._foreach_mul_(g, scale)
-    if clip_value != torch.inf:
-        torch._foreach_clamp_min_(g, -clip_value)
-        torch._foreach_clamp_max_(g, clip_value)
-    return g
+def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> Tensor:
+    r"""A copy of :math:`\tilde g`."""
+    dtype = bucket.moments[0].dtype
+    g = bucket.sanitized(by.taken, dtype).mul_(bucket.each(by.gradient, dtype))
+    return g if clip_value == torch.inf else g.clamp_(-clip_value, clip_value)
 
 
-def _denominators(bucket: Bucket, unbias2: list[Tensor], options: Options) -> list[Tensor]:
-    """:math:`d` of each."""
-    v = second_moments(bucket, (options.beta1, options.beta2))
-    d = list(torch._foreach_mul(v, unbias2))
-    torch._foreach_sqrt_(d)
-    torch._foreach_add_(d, options.eps)
-    return d
+def _denominator(bucket: Bucket, unbias2: Tensor, options: Options) -> Tensor:
+    """:math:`d`."""
+    v = second_moment(bucket, (options.beta1, options.beta2))
+    return (v * bucket.each(unbias2, v.dtype)).sqrt_().add_(options.eps)
 
 
 class LayerwisePasses(NamedTuple):

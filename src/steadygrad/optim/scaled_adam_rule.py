@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import inner_products, may_hold, square_sums
-from steadygrad.optim.passes import Bucket, Pass, add_squares, decays_of, roots
+from steadygrad.numerics import may_hold, square_sums
+from steadygrad.optim.buckets import Bucket
+from steadygrad.optim.passes import Pass, add_squares, decays_of, roots
 
 # The second moment is corrected until its correction is this close to one.
 CORRECTED_BELOW = 0.99
@@ -195,65 +196,58 @@ def _bounded(raw: Tensor, rms: Tensor, lr: float | Tensor, rule: Rule) -> Tensor
 
 
 def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
-    dtype, grads = bucket.sum_dtype, bucket.unscaled()
-    squares = square_sums(grads, dtype)
+    squares = bucket.grad_squares()
     if not may_hold(by[0]):
         return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
-    products = inner_products(bucket.weights, grads, dtype)
-    return torch.stack([squares, products, square_sums(bucket.weights, dtype)])
+    return torch.stack([squares, bucket.products(), square_sums(bucket.own, bucket.sum_dtype)])
 
 
 def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
-    products = inner_products(bucket.weights, bucket.unscaled(), bucket.sum_dtype)[None]
-    delta, v = bucket.moments
-    dtype = v[0].dtype
+    products, (delta, v) = bucket.products()[None], bucket.moments
+    dtype, taken = v.dtype, bucket.each(by.taken)
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
     # part and of the weight's.
     root = by.second_moment.sqrt()
     along_g = by.gradient / root * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    factors = (by.taken, by.clip, options.eps / root, along_g, by.taken.to(dtype))
-    taken, clip, eps, factor, moves = bucket.pick(factors, dtype)
     # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)
-    g = bucket.sanitized(taken, dtype)
-    torch._foreach_mul_(g, clip)
-    torch._foreach_mul_(v, decay2)
-    add_squares(bucket, v, g, 1 - options.beta2)
-    d = roots(bucket, v if bucket.codes is None else torch._foreach_maximum(v, bucket.floors()))
-    torch._foreach_add_(d, eps)
-    torch._foreach_div_(g, d)
+    g = bucket.sanitized(by.taken, dtype).mul_(bucket.each(by.clip, dtype))
+    add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
+    d = roots(bucket, v if bucket.codes is None else torch.maximum(v, bucket.floors()))
+    g.div_(d.add_(bucket.each(options.eps / root, dtype)))
     del d  # Two temporaries at a time, no more.
-    torch._foreach_mul_(g, factor)
-    _add_size_step(g, bucket, along_p, dtype)
-    torch._foreach_mul_(delta, decay1)
-    torch._foreach_add_(delta, g)
+    g.mul_(bucket.each(along_g, dtype))
+    _add_size_step(g, bucket, along_p)
+    delta.mul_(decay1).add_(g)
     del g
+    p = bucket.weights
     if options.before < torch.inf:
-        _bound_(bucket.weights, taken, options.before)
+        _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    torch._foreach_add_(bucket.weights, torch._foreach_mul(delta, moves))
+    p.add_(delta * taken.to(dtype))
     if options.after < torch.inf:
-        _bound_(bucket.weights, taken, options.after)
+        _bound_(p, taken, options.after)
+    bucket.keep_moments()
+    bucket.keep_weights()
     return products
 
 
-def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: torch.dtype) -> None:
+def _add_size_step(move: Tensor, bucket: Bucket, weight: Tensor) -> None:
     """Adds the weights, times the size step."""
-    used, factors = bucket.pick((weight != 0, weight), dtype)
     # A weight that is not finite must not reach `delta` by way of zero. One element with an axis,
     # for the outcome to have the state's type.
-    zero = torch.zeros(1, dtype=dtype, device=weight.device)
-    own = [torch.where(c, p, zero).view_as(p) for c, p in zip(used, bucket.weights, strict=True)]
+    zero = torch.zeros(1, dtype=move.dtype, device=weight.device)
+    own = torch.where(bucket.each(weight != 0), bucket.weights, zero).view_as(move)
+    factor = bucket.each(weight, move.dtype)
     if bucket.codes is None:
-        torch._foreach_addcmul_(moves, own, factors)
+        move.addcmul_(own, factor)
     else:
-        torch._foreach_add_(moves, torch._foreach_mul(own, factors))
+        move.add_(own * factor)
 
 
-def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
-    for p, ok in zip(weights, taken, strict=True):
-        p.copy_(torch.where(ok, p.clamp(-bound, bound), p))
+def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:
+    weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
 
 
 _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops", "kernels"))
