@@ -88,23 +88,21 @@ def factors(batch: ParamBatch, options: Options) -> Factors:
 
 def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     m, v, n, previous = bucket.moments
-    dtype = m.dtype
-    decay1, decay2, decay3, forget = decays_of(bucket, (*options[:3], 0.0), by.taken)
-    g = bucket.sanitized(by.taken, dtype).mul_(bucket.each(by.sign, dtype))
-    change = (g - previous).mul_(bucket.each(by.follows, dtype))
+    (taken,) = bucket.each(torch.bool, by.taken)
+    sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by[1:])
+    decay1, decay2, decay3, forget = decays_of(bucket, (*options[:3], 0.0), taken)
+    g = bucket.sanitized(taken, m.dtype).mul_(sign)
+    change = (g - previous).mul_(follows)
     m.mul_(decay1).add_(g, alpha=1 - options.beta1)
     n.mul_(decay2).add_(change, alpha=1 - options.beta2)
     previous.mul_(forget).add_(g)
     g.add_(change, alpha=options.beta2)
     v.mul_(decay3).addcmul_(g, g, value=1 - options.beta3)
     del g, change  # Two temporaries at a time, no more.
-    along_m, along_n, unbias3 = (
-        bucket.each(column, dtype) for column in (by.along_m, by.along_n, by.unbias3)
-    )
     u = (m * along_m).addcmul_(n, along_n)
     u.div_((v * unbias3).sqrt_().add_(options.eps))
     bucket.keep_moments()
-    move_by(bucket, by.keep, u)
+    move_by(bucket, keep, u)
 
 
 move = Pass(_move, loop="adan_loops:move_kernel")

@@ -1,12 +1,14 @@
 """Types and sums that several tools share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 __all__ = ["HostCopy", "exact", "inner_products", "may_hold", "part_sums", "square_sums", "wide"]
 
+# Types that sums are taken in: asking torch counts as a call of an operator.
+_WIDE = (torch.float32, torch.float64)
 # Widest floating type by type of device, as found out.
 _WIDEST: dict[str, torch.dtype] = {}
 
@@ -43,7 +45,7 @@ def may_hold(flags: Tensor) -> bool:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type sums are taken in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype in _WIDE else torch.promote_types(dtype, torch.float32)
 
 
 # Elements that a CPU adds up one after the other, whose error grows with their number: of 2^24
@@ -85,13 +87,15 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return [piece for row in tensor.unbind() for piece in _pieces(row)]
 
 
-def part_sums(tensor: Tensor, parts: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+def part_sums(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """Sum of each part of a tensor, with shape ``(parts)``: of what is positive less of the rest.
 
     In a number of calls that does not grow with that of parts: sums of squares of roots.
     """
-    above = square_sums(parts(tensor.clamp(min=0).sqrt_()))
-    return above - square_sums(parts(tensor.neg().clamp_(min=0).sqrt_()))
+    flat = tensor.reshape(-1)
+    both = torch.cat([flat, -flat]).clamp_(min=0).sqrt_()
+    above, below = square_sums(both.split([*sizes, *sizes])).chunk(2)
+    return above - below
 
 
 def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

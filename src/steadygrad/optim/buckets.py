@@ -92,6 +92,17 @@ class Bucket:
         return wide(own.dtype) if self.codes is None else exact(own.device)
 
     @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return [*map(Tensor.numel, self.own)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The wider type of weights and moments."""
+        own, state = self.own[0].dtype, self.moments[0].dtype
+        return own if own is state else torch.promote_types(own, state)
+
+    @property
     def weights(self) -> Tensor:
         """The weights as one tensor."""
         if self._weights is None:
@@ -129,26 +140,30 @@ class Bucket:
         return gradient.to(dtype) * self.inverse_scale.to(dtype)
 
     def sanitized(self, taken: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of :meth:`gradient`; zeros where the step is not taken.
+        """A copy of :meth:`gradient`; zeros where an element does not take the step.
 
         Decided on the device: the host does not wait to learn which.
         """
-        return torch.where(self.each(taken), self.gradient(), 0.0).to(dtype)
+        gradient = self.gradient()
+        if gradient is self.grads[0] and gradient.dtype == dtype:
+            return torch.where(taken, gradient, 0.0)
+        return gradient.to(dtype).masked_fill_(~taken, 0.0)
 
-    def each(self, column: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A column ``(tensors)`` with an entry for each element; ``()`` for a parameter alone."""
-        column = column if dtype is None else column.to(dtype)
+    def each(self, dtype: torch.dtype, *columns: Tensor) -> list[Tensor]:
+        """Columns ``(tensors)`` with an entry for each element; ``()`` for a parameter alone."""
         if self.lengths is None:
-            return column[self.places[0]]
+            return [column[self.places[0]].to(dtype) for column in columns]
         if self._owners is None:
-            # Told its length, which the host would wait for.
-            count = sum(map(Tensor.numel, self.own))
+            # Told the length, for which the host would wait.
+            count = sum(self.sizes)
             self._owners = torch.repeat_interleave(*self.lengths, output_size=count)
-        return column.index_select(0, self._owners)
+        if len(columns) == 1:
+            return [columns[0].to(dtype).index_select(0, self._owners)]
+        return [*torch.stack(columns).to(dtype).index_select(1, self._owners).unbind()]
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
         """A gathered tensor's part of each parameter."""
-        return [tensor] if self.lengths is None else tensor.split([t.numel() for t in self.own])
+        return [tensor] if self.lengths is None else tensor.split(self.sizes)
 
     def grad_squares(self) -> Tensor:
         """Squared norm of each gradient, ``(places)``."""
@@ -161,7 +176,7 @@ class Bucket:
         x, g = self.weights.to(dtype), self.gradient().to(dtype)
         if self.lengths is None and x.numel() > PIECE:
             return inner_products([x], [g], dtype)
-        return part_sums(x * g, self.parts)
+        return part_sums(x * g, self.sizes)
 
     def keep_weights(self) -> None:
         """Writes gathered weights to the parameters' own."""

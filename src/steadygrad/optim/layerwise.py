@@ -72,6 +72,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
         """
         if self._normalizes:
             return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+        if all(group["max_grad_norm"] is None for group in self.param_groups):
+            return [torch.full((), b.sign, dtype=b.exact, device=b.device) for b in batches]
         # Divided first: each of them may be finite and their sum not.
         count = len(self._params)
         parts = [

@@ -41,7 +41,6 @@ from steadygrad.optim.passes import (
     move_by,
     root,
     second_moment,
-    sum_type,
     where,
 )
 
@@ -139,54 +138,50 @@ def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
     return where(adapt & (weight > 0) & (ratio < math.inf), ratio, 1.0)
 
 
-def _move_moments(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
-    gradient = _scaled(bucket, by, options.clip_value)
-    average(bucket, gradient, (options.beta1, options.beta2), by.taken)
-    del gradient  # Two temporaries at a time, no more.
-    return _direction_sums(bucket, by, options, has_two=has_two)
-
-
-def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
-    m, x, dtype = bucket.moments[0], bucket.weights, sum_type(bucket)
-    d, parts = _denominator(bucket, by.unbias2, options), []
+def _directions(
+    bucket: Bucket, by: Factors, options: Options, *, has_two: bool, moves: bool
+) -> Tensor:
+    (taken,) = bucket.each(torch.bool, by.taken)
+    scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by[1:])
+    g, last = _scaled(bucket, taken, scale, options.clip_value), None
+    if moves:
+        average(bucket, g, (options.beta1, options.beta2), taken)
+    m, x, d = bucket.moments[0], bucket.weights, _denominator(bucket, unbias2, options)
     if has_two:
-        u = _scaled(bucket, by, options.clip_value).div_(d).add_(x, alpha=options.weight_decay)
-        parts.append(square_sums(bucket.parts(u), dtype)[None])
-        del u  # Two temporaries at a time, no more.
-    u = (m * bucket.each(by.unbias1, m.dtype)).div_(d)
+        g.div_(d).add_(x, alpha=options.weight_decay)
+        last = square_sums(bucket.parts(g), bucket.dtype)[None]
+    del g  # Two temporaries at a time, no more.
+    u = (m * unbias1).div_(d)
     del d
     u.add_(x, alpha=options.weight_decay)
-    return torch.cat([square_sums([*bucket.own, *bucket.parts(u)], dtype).view(2, -1), *parts])
+    sums = square_sums([*bucket.own, *bucket.parts(u)], bucket.dtype).view(2, -1)
+    return sums if last is None else torch.cat([sums, last])
 
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
+    scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by[1:])
+    if has_two or bucket.codes is not None:
+        (taken,) = bucket.each(torch.bool, by.taken)
+        u = _scaled(bucket, taken, scale, options.clip_value)
     if bucket.codes is not None:
         # The pass before this one left them as they were.
-        gradient = _scaled(bucket, by, options.clip_value)
-        average(bucket, gradient, (options.beta1, options.beta2), by.taken)
-        del gradient
+        average(bucket, u, (options.beta1, options.beta2), taken)
     m = bucket.moments[0]
-    along_m = bucket.each(by.along_m, m.dtype)
-    if has_two:
-        u = _scaled(bucket, by, options.clip_value)
-        u.mul_(bucket.each(by.along_g, m.dtype)).addcmul_(m, along_m)
-    else:
-        u = m * along_m
-    u.div_(_denominator(bucket, by.unbias2, options))
-    move_by(bucket, by.keep, u)
+    u = u.mul_(along_g).addcmul_(m, along_m) if has_two else m * along_m
+    u.div_(_denominator(bucket, unbias2, options))
+    move_by(bucket, keep, u)
 
 
-def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> Tensor:
+def _scaled(bucket: Bucket, taken: Tensor, scale: Tensor, clip_value: float) -> Tensor:
     r"""A copy of :math:`\tilde g`."""
-    dtype = bucket.moments[0].dtype
-    g = bucket.sanitized(by.taken, dtype).mul_(bucket.each(by.gradient, dtype))
+    g = bucket.sanitized(taken, bucket.moments[0].dtype).mul_(scale)
     return g if clip_value == torch.inf else g.clamp_(-clip_value, clip_value)
 
 
 def _denominator(bucket: Bucket, unbias2: Tensor, options: Options) -> Tensor:
     """:math:`d`."""
     v = second_moment(bucket, (options.beta1, options.beta2))
-    return (v * bucket.each(unbias2, v.dtype)).sqrt_().add_(options.eps)
+    return (v * unbias2).sqrt_().add_(options.eps)
 
 
 class LayerwisePasses(NamedTuple):
@@ -204,10 +199,8 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     loops, kernels = (f"steadygrad.optim.{name}.layerwise:" for name in ("loops", "kernels"))
     rows, constants = 2 + has_two, (has_two,)
     first, second = len(Factors._fields), len(Coefficients._fields)
-    moments, weights, directions = (
-        partial(function, has_two=has_two)
-        for function in (_move_moments, _move_weights, _direction_sums)
-    )
+    moments, directions = (partial(_directions, has_two=has_two, moves=m) for m in (True, False))
+    weights = partial(_move_weights, has_two=has_two)
     passes = LayerwisePasses(
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),

@@ -66,7 +66,7 @@ class Pass:
         parts = [self._on(bucket.for_pass(), by, options) for bucket in batch.buckets]
         if not self.rows:
             return None
-        sums = torch.cat(parts, dim=1)
+        sums = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return sums if batch.order is None else sums.index_select(1, batch.order)
 
     def _on(self, bucket: Bucket, by: Any, options: Any) -> Tensor | None:
@@ -112,24 +112,19 @@ def where(flag: Any, first: Any, second: Any) -> Any:
     return torch.where(flag, first, second)
 
 
-def sum_type(bucket: Bucket) -> torch.dtype:
-    """The wider type of its weights and moments."""
-    return torch.promote_types(bucket.own[0].dtype, bucket.moments[0].dtype)
-
-
 def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[Tensor]:
-    """Factors on averages: each ``beta`` where a parameter takes the step, else one."""
-    flag, dtype = bucket.each(taken), bucket.moments[0].dtype
-    return [torch.ones_like(flag, dtype=dtype).masked_fill_(flag, beta) for beta in betas]
+    """Factors on averages, each ``beta`` where an element takes the step, else one."""
+    dtype = bucket.moments[0].dtype
+    return [torch.ones_like(taken, dtype=dtype).masked_fill_(taken, beta) for beta in betas]
 
 
 def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken: Tensor) -> None:
     """Moves the averages of gradients and of their squares, the bucket's first two large states.
 
-    The gradient is zero where a parameter does not take the step.
+    The gradient is zero where an element does not take the step.
     """
     m, v = bucket.moments[:2]
-    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
+    # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, betas, taken)
     m.mul_(decay1)
     v.mul_(decay2)
@@ -171,8 +166,8 @@ def second_moment(bucket: Bucket, betas: tuple[float, float]) -> Tensor:
 
 
 def move_by(bucket: Bucket, keep: Tensor, step: Tensor) -> None:
-    """Moves weights of any floating type: times a factor ``(tensors)``, less a step."""
-    weights, keep = bucket.weights, bucket.each(keep, sum_type(bucket))
+    """Moves weights of any floating type: times a factor, less a step."""
+    weights = bucket.weights
     if weights.dtype == step.dtype:
         weights.mul_(keep).sub_(step)
     else:

@@ -24,6 +24,7 @@ along.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -85,13 +86,13 @@ def finite(sums: Tensor, needed: Tensor, dtype: torch.dtype, period: int) -> Ten
     do not; and the state, of type ``dtype``, may have a smaller range than the weights.
     """
     # A sum of squares is below infinity unless it is infinite or NaN.
-    found = sums[0].to(dtype) < torch.inf
+    squares, products, weights = sums.unbind()
+    found = squares.to(dtype) < torch.inf
     if not may_hold(needed):
         return found
     # Twice the sum: that of a period is rounded.
-    squares = (sums[1].square() * (2 * period)).to(dtype)
-    products = (squares < torch.inf) & (sums[2] < torch.inf)
-    return found & (products | ~needed)
+    squares = (products.square() * (2 * period)).to(dtype)
+    return found & (((squares < torch.inf) & (weights < torch.inf)) | ~needed)
 
 
 class StepScales(NamedTuple):
@@ -139,7 +140,7 @@ class Sizes:
 
 
 def size_step(
-    sizes: Sizes, size_gradient: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
+    sizes: Sizes, ring: Tensor, rms: Tensor, step: Tensor, taken: Tensor, rule: Rule
 ) -> tuple[Sizes, Tensor]:
     r"""Learns the sizes.
 
@@ -150,12 +151,11 @@ def size_step(
     with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
     :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
 
-    ``size_gradient`` is :math:`h` at this step, and counts at size steps only; ``rms`` each
-    parameter's root mean square now, which counts at the first step too. Returns the sizes, still
-    without this step's gradients, and :math:`s`.
+    ``ring`` are the last :math:`h`, this step's among them, which count at size steps only; ``rms``
+    each parameter's root mean square now, which counts at the first step too. Returns the sizes,
+    still without this step's gradients, and :math:`s`.
     """
     turn = (step % rule.period == rule.period - 1) & taken
-    ring = remembered(sizes.gradients, size_gradient, step, turn)
     # The first step takes the size that the weights then have. With a period of one it is a size
     # step too many: nothing has been averaged yet.
     due = turn & (step > 0)
@@ -202,30 +202,33 @@ def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
     return torch.stack([squares, bucket.products(), square_sums(bucket.own, bucket.sum_dtype)])
 
 
-def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
-    products, (delta, v) = bucket.products()[None], bucket.moments
-    dtype, taken = v.dtype, bucket.each(by.taken)
+def _update(
+    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool
+) -> Tensor | None:
+    products, (delta, v) = None if known else bucket.products()[None], bucket.moments
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
     # part and of the weight's.
     root = by.second_moment.sqrt()
     along_g = by.gradient / root * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
-    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)
-    g = bucket.sanitized(by.taken, dtype).mul_(bucket.each(by.clip, dtype))
+    columns = by.clip, options.eps / root, along_g, along_p, by.taken
+    clip, eps, along_g, along_p, moves = bucket.each(v.dtype, *columns)
+    (taken,) = bucket.each(torch.bool, by.taken)
+    # Without a step averages stay as they are: the decay is 1, and zero is added.
+    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
+    g = bucket.sanitized(taken, v.dtype).mul_(clip)
     add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
     d = roots(bucket, v if bucket.codes is None else torch.maximum(v, bucket.floors()))
-    g.div_(d.add_(bucket.each(options.eps / root, dtype)))
+    g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
-    g.mul_(bucket.each(along_g, dtype))
-    _add_size_step(g, bucket, along_p)
+    _add_size_step(g.mul_(along_g), bucket, along_p)
     delta.mul_(decay1).add_(g)
     del g
     p = bucket.weights
     if options.before < torch.inf:
         _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    p.add_(delta * taken.to(dtype))
+    p.add_(delta * moves)
     if options.after < torch.inf:
         _bound_(p, taken, options.after)
     bucket.keep_moments()
@@ -233,17 +236,15 @@ def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
     return products
 
 
-def _add_size_step(move: Tensor, bucket: Bucket, weight: Tensor) -> None:
+def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     """Adds the weights, times the size step."""
-    # A weight that is not finite must not reach `delta` by way of zero. One element with an axis,
-    # for the outcome to have the state's type.
-    zero = torch.zeros(1, dtype=move.dtype, device=weight.device)
-    own = torch.where(bucket.each(weight != 0), bucket.weights, zero).view_as(move)
-    factor = bucket.each(weight, move.dtype)
+    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
+    # weight with no axis would not bring about.
+    own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
     if bucket.codes is None:
         move.addcmul_(own, factor)
     else:
-        move.add_(own * factor)
+        move.add_(own.mul_(factor))
 
 
 def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:
@@ -255,12 +256,13 @@ _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops"
 # needed.
 sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel", kernel=f"{_KERNELS}sums", columns=1)
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
-# :math:`p \cdot g` with the weights before the update.
+# :math:`p \cdot g` with the weights before the update; the second has none, as they are known.
 update = Pass(
-    _update,
+    partial(_update, known=False),
     1,
     f"{_LOOPS}update_kernel",
     kernel=f"{_KERNELS}update",
     columns=len(StepScales._fields),
     writes=True,
 )
+update_by_known = Pass(partial(_update, known=True), writes=True)
