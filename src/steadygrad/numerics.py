@@ -88,13 +88,14 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def part_sums(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Sum of each part of a tensor, with shape ``(parts)``: of what is positive less of the rest.
+    """Sum of each part of a tensor in the widest type: of what is positive, less of the rest.
 
-    In a number of calls that does not grow with that of parts: sums of squares of roots.
+    In a number of calls that does not grow with that of parts.
     """
     flat = tensor.reshape(-1)
-    both = torch.cat([flat, -flat]).clamp_(min=0).sqrt_()
-    above, below = square_sums(both.split([*sizes, *sizes])).chunk(2)
+    both = torch.cat([flat, -flat]).clamp_(min=0)
+    sums = torch._foreach_norm(both.split([*sizes, *sizes]), 1, dtype=exact(tensor.device))
+    above, below = torch.stack(sums).chunk(2)
     return above - below
 
 

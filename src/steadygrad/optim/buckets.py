@@ -6,14 +6,14 @@ worked on where and as it lies, with factors of shape ``()``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import PIECE, exact, inner_products, part_sums, square_sums, wide
+from steadygrad.numerics import exact, inner_products, part_sums, square_sums, wide
 from steadygrad.optim.codes import CODES, decode, encode, floors, row_of
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ class Bucket:
     states: tuple[list[Tensor], ...]  # local large states, all in one type
     codes: Codes | None  # None: the states are numbers
     # Of a step: local weights, or the float32 masters of 16-bit ones; local gradients in any
-    # floating type; and the factor on every gradient that is read.
+    # floating type; elements of each; and the factor on every gradient that is read.
     own: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     inverse_scale: Tensor | None = None
     # Of a pass: what it has gathered.
     _weights: Tensor | None = None
@@ -79,22 +80,14 @@ class Bucket:
             own, grads = [*map(_line, own)], [*map(_line, grads)]
         if codes is not None:
             codes = Codes(scales, codes.rows, batch.seeds)
-        return [Bucket(self.places, lengths, states, codes, own, grads, batch.inverse_scale)]
-
-    def for_pass(self) -> "Bucket":
-        """A copy whose gathered tensors live as long as a pass."""
-        return replace(self)
+        sizes = [*map(Tensor.numel, own)]
+        return [Bucket(self.places, lengths, states, codes, own, grads, sizes, batch.inverse_scale)]
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Type of sums over elements: the widest for codes, which a last digit may change."""
         own = self.own[0]
         return wide(own.dtype) if self.codes is None else exact(own.device)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter."""
-        return [*map(Tensor.numel, self.own)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,17 +106,18 @@ class Bucket:
     def moments(self) -> tuple[Tensor, ...]:
         """The large states, each as one tensor; numbers in float32 if they are codes."""
         if self._moments is None:
-            self._moments = tuple(map(_flat, self.states if self.codes is None else self._decoded))
+            states: Sequence[Sequence[Tensor]] = self.states
+            if self.codes is not None:
+                kinds = zip(self.states, self.codes.exponents, CODES, strict=True)
+                states = [
+                    [
+                        decode(*one, code)
+                        for one in zip(own, exponents, self.codes.rows, strict=True)
+                    ]
+                    for own, exponents, code in kinds
+                ]
+            self._moments = tuple(map(_flat, states))
         return self._moments
-
-    @property
-    def _decoded(self) -> list[list[Tensor]]:
-        assert self.codes is not None
-        kinds = zip(self.states, self.codes.exponents, CODES, strict=True)
-        return [
-            [decode(*one, code) for one in zip(own, exponents, self.codes.rows, strict=True)]
-            for own, exponents, code in kinds
-        ]
 
     def floors(self) -> Tensor:
         """Least second moments that codes stand for, one for each element."""
@@ -155,8 +149,7 @@ class Bucket:
             return [column[self.places[0]].to(dtype) for column in columns]
         if self._owners is None:
             # Told the length, for which the host would wait.
-            count = sum(self.sizes)
-            self._owners = torch.repeat_interleave(*self.lengths, output_size=count)
+            self._owners = torch.repeat_interleave(*self.lengths, output_size=sum(self.sizes))
         if len(columns) == 1:
             return [columns[0].to(dtype).index_select(0, self._owners)]
         return [*torch.stack(columns).to(dtype).index_select(1, self._owners).unbind()]
@@ -174,9 +167,9 @@ class Bucket:
         """Inner product of each weight and its gradient, ``(places)``."""
         dtype = self.sum_dtype
         x, g = self.weights.to(dtype), self.gradient().to(dtype)
-        if self.lengths is None and x.numel() > PIECE:
+        if self.lengths is None and x.numel() > LARGEST:
             return inner_products([x], [g], dtype)
-        return part_sums(x * g, self.sizes)
+        return part_sums(x * g, self.sizes).to(dtype)
 
     def keep_weights(self) -> None:
         """Writes gathered weights to the parameters' own."""
@@ -229,22 +222,23 @@ def places_of(batch: "ParamBatch") -> list[list[int]]:
     """
     sizes, is_cpu = [weight.numel() for weight in batch.weights], batch.device.type == "cpu"
     room = TOGETHER if is_cpu else max(*sizes, BUCKET) // 8
-    buckets: list[list[int]] = []
+    # A wrapper is worked on as it is.
+    alone = [
+        batch.group["foreach"] is False
+        or size > (LARGEST if is_cpu else room)
+        or type(weight.detach()) is not Tensor
+        for size, weight in zip(sizes, batch.weights, strict=True)
+    ]
+    buckets = [[i] for i, is_alone in enumerate(alone) if is_alone]
     for is_coded in (False, True):
         left = 0
-        for i, (size, weight) in enumerate(zip(sizes, batch.weights, strict=True)):
-            if batch.coded[i] is not is_coded:
-                continue
-            # A wrapper is worked on as it is.
-            plain = type(weight.detach()) is Tensor and batch.group["foreach"] is not False
-            if not plain or size > (LARGEST if is_cpu else room):
-                buckets.append([i])
-                continue
-            if size > left:
-                buckets.append([])
-                shared, left = buckets[-1], room
-            shared.append(i)
-            left -= size
+        for i, size in enumerate(sizes):
+            if not alone[i] and batch.coded[i] is is_coded:
+                if size > left:
+                    buckets.append([])
+                    left = room
+                buckets[-1].append(i)
+                left -= size
     return buckets
 
 

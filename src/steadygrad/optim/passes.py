@@ -6,7 +6,7 @@ pass is a function of multi-tensor calls. It may have a compiled loop that does 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +63,14 @@ class Pass:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
             given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
             return runtime_of(batch.device).run(*given)
-        parts = [self._on(bucket.for_pass(), by, options) for bucket in batch.buckets]
+        parts = [self._on(replace(bucket), by, options) for bucket in batch.buckets]
         if not self.rows:
             return None
         sums = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return sums if batch.order is None else sums.index_select(1, batch.order)
 
     def _on(self, bucket: Bucket, by: Any, options: Any) -> Tensor | None:
-        if not any(map(Tensor.numel, bucket.own)):
+        if not any(bucket.sizes):
             own = bucket.own[0]
             return own.new_zeros((self.rows, len(bucket.own)), dtype=wide(own.dtype))
         sums = self.function(bucket, by, options)
