@@ -28,17 +28,9 @@ from torch.optim.optimizer import ParamsT
 from steadygrad._checks import check_number
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
+from steadygrad.optim.buckets import Bucket
 from steadygrad.optim.checks import check_switch, options_of
-from steadygrad.optim.passes import (
-    Bucket,
-    Pass,
-    clamp,
-    decays_of,
-    grad_sq_norms,
-    moved_by,
-    sum_type,
-    where,
-)
+from steadygrad.optim.passes import Pass, clamp, decays_of, grad_sq_norms, move_by, where
 from steadygrad.optim.state import ADAM_FIELDS, StateField
 
 BETAS = (0.98, 0.92, 0.99)
@@ -97,34 +89,21 @@ def factors(batch: ParamBatch, options: Options) -> Factors:
 
 def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     m, v, n, previous = bucket.moments
-    betas, dtype = options[:3], m[0].dtype
-    taken, sign, follows = bucket.pick((by.taken, by.sign, by.follows.to(by.sign)), dtype)
-    decay1, decay2, decay3, forget = decays_of(bucket, (*betas, 0.0), by.taken)
-    g = bucket.sanitized(taken, dtype)
-    torch._foreach_mul_(g, sign)
-    change = list(torch._foreach_sub(g, previous))
-    torch._foreach_mul_(change, follows)
-    for average, decay, new, beta in (
-        (m, decay1, g, options.beta1),
-        (n, decay2, change, options.beta2),
-        (previous, forget, g, 0.0),
-    ):
-        torch._foreach_mul_(average, decay)
-        torch._foreach_add_(average, new, alpha=1 - beta)
-    torch._foreach_add_(g, change, alpha=options.beta2)
-    torch._foreach_mul_(v, decay3)
-    torch._foreach_addcmul_(v, g, g, value=1 - options.beta3)
-    del g, change, new  # Two temporaries at a time, no more.
-    along_m, along_n, unbias3 = bucket.pick((by.along_m, by.along_n, by.unbias3), dtype)
-    u, d = list(torch._foreach_mul(m, along_m)), list(torch._foreach_mul(v, unbias3))
-    for total, own, factor in zip(u, n, along_n, strict=True):
-        total.addcmul_(own, factor)
-    torch._foreach_sqrt_(d)
-    torch._foreach_add_(d, options.eps)
-    torch._foreach_div_(u, d)
-    del d
-    (keep,) = bucket.pick([by.keep], sum_type(bucket))
-    moved_by(bucket.weights, keep, u)
+    (taken,) = bucket.each(torch.bool, by.taken)
+    sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by[1:])
+    decay1, decay2, decay3, forget = decays_of(bucket, (*options[:3], 0.0), taken)
+    g = bucket.sanitized(taken, m.dtype).mul_(sign)
+    change = (g - previous).mul_(follows)
+    m.mul_(decay1).add_(g, alpha=1 - options.beta1)
+    n.mul_(decay2).add_(change, alpha=1 - options.beta2)
+    previous.mul_(forget).add_(g)
+    g.add_(change, alpha=options.beta2)
+    v.mul_(decay3).addcmul_(g, g, value=1 - options.beta3)
+    del g, change  # Two temporaries at a time, no more.
+    u = (m * along_m).addcmul_(n, along_n)
+    u.div_((v * unbias3).sqrt_().add_(options.eps))
+    bucket.keep_moments()
+    move_by(bucket, keep, u)
 
 
 move = Pass(_move, loop="adan_loops:move_kernel")

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "square_sums", "wide"]
+__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "part_sums", "square_sums", "wide"]
 
+# Types that sums are taken in: asking torch counts as a call of an operator.
+_WIDE = (torch.float32, torch.float64)
 # Widest floating type by type of device, as found out.
 _WIDEST: dict[str, torch.dtype] = {}
 
@@ -46,7 +48,7 @@ def may_hold(flags: Any) -> bool:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type sums are taken in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype in _WIDE else torch.promote_types(dtype, torch.float32)
 
 
 # Elements that a CPU adds up one after the other, whose error grows with their number: of 2^24
@@ -86,6 +88,18 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if rows := PIECE // 8 * len(tensor) // tensor.numel():
         return list(tensor.split(rows))
     return [piece for row in tensor.unbind() for piece in _pieces(row)]
+
+
+def part_sums(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Sum of each part of a tensor in the widest type: of what is positive, less of the rest.
+
+    In a number of calls that does not grow with that of parts.
+    """
+    flat = tensor.reshape(-1)
+    both = torch.cat([flat, -flat]).clamp_(min=0)
+    sums = torch._foreach_norm(both.split([*sizes, *sizes]), 1, dtype=exact(tensor.device))
+    above, below = torch.stack(sums).chunk(2)
+    return above - below
 
 
 def inner_products(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
+from steadygrad.optim.buckets import Bucket, bucket_of, places_of
 from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
-from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
+from steadygrad.optim.codes import EXPONENTS, first_element, seeds_at
 from steadygrad.optim.passes import (
     BACKENDS,
-    Bucket,
-    Codes,
     Types,
     addresses_of,
     cast,
@@ -29,9 +28,6 @@ from steadygrad.shards import is_sharded, local
 
 if TYPE_CHECKING:
     from steadygrad.optim.loops.runtime import Table
-
-# Elements that are worked on together even where no parameter has as many.
-BUCKET = 2**20
 
 
 class Gradients(NamedTuple):
@@ -92,7 +88,7 @@ class ParamBatch:
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
         # What belongs to its parameters, of what all parameters of the optimizer have.
-        self._of = itemgetter(*places) if len(places) > 1 else lambda one: (one[places[0]],)
+        self._of = itemgetter(*places) if len(places) > 1 else lambda one: (one[self.places[0]],)
         self.tables, self.views = tables, views
         self.device, self.sharded = params[0].device, any(map(is_sharded, params))
         self.on_host = bool(tables) and BACKENDS[self.device.type] == "loops"
@@ -121,8 +117,12 @@ class ParamBatch:
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
-        single = group["foreach"] is False
-        self._bucketed = [[i] for i in range(len(params))] if single else self._buckets()
+        # What calls work on together, and where each parameter is in the sums of these, on the
+        # device; None: at its own place.
+        together = [] if tables else places_of(self)
+        self._bucketed, places = [bucket_of(self, own) for own in together], [*chain(*together)]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Any = None
@@ -207,44 +207,17 @@ class ParamBatch:
             # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
         grads, has_grad, in_step = map(self._of, given[:3])
-        if not self.tables:
-            for p in self.params:
-                dense_gradient(p)
-            if self._masters:
-                sync_masters(self._own, self._masters)
-            self._fill_buckets(grads, in_step)
-        elif not self._fill_tables([*grads]):
-            return False
         self._set_flags(has_grad, in_step)
+        if self.tables:
+            return self._fill_tables([*grads])
+        for p in self.params:
+            dense_gradient(p)
+        if self._masters:
+            sync_masters(self._own, self._masters)
+        pairs = zip(in_step, grads, self._own, strict=True)
+        self.grads = [self._for_calls(g, own) if works else None for works, g, own in pairs]
+        self.buckets = [one for kept in self._bucketed for one in kept.in_step(self)]
         return True
-
-    def _fill_buckets(self, grads: list[Tensor | None], in_step: list[bool]) -> None:
-        given = zip(in_step, grads, self._own, strict=True)
-        self.grads = [self._for_calls(g, own) if works else None for works, g, own in given]
-        self.buckets = []
-        for bucket in self._bucketed:
-            pairs = [(i, g) for i in bucket for g in [self.grads[i]] if g is not None]
-            if pairs:
-                places = [i for i, _ in pairs]
-                weights = [self.weights[i] for i in places]
-                moments = tuple([states[i] for i in places] for states in self.moments)
-                present, codes = [g for _, g in pairs], None
-                if self.coded[places[0]] and self.seeds is not None:
-                    scales = tuple([states[i] for i in places] for states in self.scales)
-                    codes = Codes(scales, [row_of(self.params[i]) for i in places], self.seeds)
-                self.buckets.append(
-                    Bucket(places, weights, present, moments, self.inverse_scale, codes)
-                )
-
-    def _buckets(self) -> list[list[int]]:
-        """Places of the parameters that multi-tensor calls work on together."""
-        kinds = [[i for i, own in enumerate(self.coded) if own is coded] for coded in (True, False)]
-        return [
-            [places[i] for i in bucket]
-            for places in kinds
-            if places
-            for bucket in _buckets_of([self.weights[i] for i in places])
-        ]
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""
@@ -386,21 +359,3 @@ def _has_gaps(tensor: Tensor) -> bool:
     axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     expected = accumulate((n for _, n in axes), mul, initial=1)
     return any(stride != wanted for (stride, _), wanted in zip(axes, expected, strict=False))
-
-
-def _buckets_of(weights: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of consecutive tensors that together are no larger than the largest, or ``BUCKET``.
-
-    So a bucket's temporaries take no more memory than the largest parameter's would, or 4 MB. On a
-    CPU a bucket is to fit into the caches, and a large parameter is one of its own.
-    """
-    buckets: list[list[int]] = []
-    sizes = [weight.numel() for weight in weights]
-    largest, room = BUCKET if weights[0].device.type == "cpu" else max(*sizes, BUCKET), -1
-    for index, size in enumerate(sizes):
-        if size > room:
-            buckets.append([])
-            room = largest
-        buckets[-1].append(index)
-        room -= size
-    return buckets

@@ -39,10 +39,9 @@ from steadygrad.optim.passes import (
     clamp,
     grad_sq_norms,
     library_of,
-    moved_by,
+    move_by,
     root,
-    second_moments,
-    sum_type,
+    second_moment,
     where,
 )
 
@@ -140,68 +139,50 @@ def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
     return where(adapt & (weight > 0) & (ratio < math.inf), ratio, 1.0)
 
 
-def _move_moments(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
-    gradients = _scaled(bucket, by, options.clip_value)
-    average(bucket, gradients, (options.beta1, options.beta2), by.taken)
-    del gradients  # Two temporaries at a time, no more.
-    return _direction_sums(bucket, by, options, has_two=has_two)
-
-
-def _direction_sums(bucket: Bucket, by: Factors, options: Options, *, has_two: bool) -> Tensor:
-    m, x, dtype = bucket.moments[0], bucket.weights, sum_type(bucket)
-    unbias1, unbias2 = bucket.pick((by.unbias1, by.unbias2), m[0].dtype)
-    d, parts = _denominators(bucket, unbias2, options), []
+def _directions(
+    bucket: Bucket, by: Factors, options: Options, *, has_two: bool, moves: bool
+) -> Tensor:
+    (taken,) = bucket.each(torch.bool, by.taken)
+    scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by[1:])
+    g, last = _scaled(bucket, taken, scale, options.clip_value), None
+    if moves:
+        average(bucket, g, (options.beta1, options.beta2), taken)
+    m, x, d = bucket.moments[0], bucket.weights, _denominator(bucket, unbias2, options)
     if has_two:
-        u = _scaled(bucket, by, options.clip_value)
-        torch._foreach_div_(u, d)
-        torch._foreach_add_(u, x, alpha=options.weight_decay)
-        parts.append(square_sums(u, dtype)[None])
-        del u  # Two temporaries at a time, no more.
-    u = list(torch._foreach_mul(m, unbias1))
-    torch._foreach_div_(u, d)
+        g.div_(d).add_(x, alpha=options.weight_decay)
+        last = square_sums(bucket.parts(g), bucket.dtype)[None]
+    del g  # Two temporaries at a time, no more.
+    u = (m * unbias1).div_(d)
     del d
-    torch._foreach_add_(u, x, alpha=options.weight_decay)
-    return torch.cat([square_sums([*x, *u], dtype).view(2, -1), *parts])
+    u.add_(x, alpha=options.weight_decay)
+    sums = square_sums([*bucket.own, *bucket.parts(u)], bucket.dtype).view(2, -1)
+    return sums if last is None else torch.cat([sums, last])
 
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
-    m, dtype = bucket.moments[0], bucket.moments[0][0].dtype
+    scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by[1:])
+    if has_two or bucket.codes is not None:
+        (taken,) = bucket.each(torch.bool, by.taken)
+        u = _scaled(bucket, taken, scale, options.clip_value)
     if bucket.codes is not None:
         # The pass before this one left them as they were.
-        gradients = _scaled(bucket, by, options.clip_value)
-        average(bucket, gradients, (options.beta1, options.beta2), by.taken)
-    unbias2, along_m, along_g = bucket.pick((by.unbias2, by.along_m, by.along_g), dtype)
-    (keep,) = bucket.pick([by.keep], sum_type(bucket))
-    if has_two:
-        u = _scaled(bucket, by, options.clip_value)
-        torch._foreach_mul_(u, along_g)
-        for total, own, factor in zip(u, m, along_m, strict=True):
-            total.addcmul_(own, factor)
-    else:
-        u = list(torch._foreach_mul(m, along_m))
-    torch._foreach_div_(u, _denominators(bucket, unbias2, options))
-    moved_by(bucket.weights, keep, u)
+        average(bucket, u, (options.beta1, options.beta2), taken)
+    m = bucket.moments[0]
+    u = u.mul_(along_g).addcmul_(m, along_m) if has_two else m * along_m
+    u.div_(_denominator(bucket, unbias2, options))
+    move_by(bucket, keep, u)
 
 
-def _scaled(bucket: Bucket, by: Factors | Coefficients, clip_value: float) -> list[Tensor]:
-    r"""Copies of :math:`\tilde g`."""
-    dtype = bucket.moments[0][0].dtype
-    taken, scale = bucket.pick((by.taken, by.gradient), dtype)
-    g = bucket.sanitized(taken, dtype)
-    torch._foreach_mul_(g, scale)
-    if clip_value != torch.inf:
-        torch._foreach_clamp_min_(g, -clip_value)
-        torch._foreach_clamp_max_(g, clip_value)
-    return g
+def _scaled(bucket: Bucket, taken: Tensor, scale: Tensor, clip_value: float) -> Tensor:
+    r"""A copy of :math:`\tilde g`."""
+    g = bucket.sanitized(taken, bucket.moments[0].dtype).mul_(scale)
+    return g if clip_value == torch.inf else g.clamp_(-clip_value, clip_value)
 
 
-def _denominators(bucket: Bucket, unbias2: list[Tensor], options: Options) -> list[Tensor]:
-    """:math:`d` of each."""
-    v = second_moments(bucket, (options.beta1, options.beta2))
-    d = list(torch._foreach_mul(v, unbias2))
-    torch._foreach_sqrt_(d)
-    torch._foreach_add_(d, options.eps)
-    return d
+def _denominator(bucket: Bucket, unbias2: Tensor, options: Options) -> Tensor:
+    """:math:`d`."""
+    v = second_moment(bucket, (options.beta1, options.beta2))
+    return (v * unbias2).sqrt_().add_(options.eps)
 
 
 class LayerwisePasses(NamedTuple):
@@ -219,10 +200,8 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     loops, kernels = (f"steadygrad.optim.{name}.layerwise:" for name in ("loops", "kernels"))
     rows, constants = 2 + has_two, (has_two,)
     first, second = len(Factors._fields), len(Coefficients._fields)
-    moments, weights, directions = (
-        partial(function, has_two=has_two)
-        for function in (_move_moments, _move_weights, _direction_sums)
-    )
+    moments, directions = (partial(_directions, has_two=has_two, moves=m) for m in (True, False))
+    weights = partial(_move_weights, has_two=has_two)
     passes = LayerwisePasses(
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),

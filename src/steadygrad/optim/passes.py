@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad._checks import InputError
-from steadygrad.numerics import exact, square_sums, wide
-from steadygrad.optim.codes import CODES, decode, encode, floors, least_ratio
+from steadygrad.numerics import exact, wide
+from steadygrad.optim.buckets import Bucket
+from steadygrad.optim.codes import least_ratio
 
 if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
@@ -29,98 +30,6 @@ Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 BACKENDS = {"cpu": "loops", "cuda": "kernels"}
 # NumPy's types of columns.
 ARRAYS = {torch.float32: np.float32, torch.float64: np.float64}
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Scales, rows and random bits of moments that are codes: :mod:`steadygrad.optim.codes`."""
-
-    exponents: tuple[list[Tensor], ...]  # of their scales, like the moments
-    rows: list[int]  # elements of a row of each parameter
-    seeds: Tensor  # random bits of the batch's parameters, `(2, tensors)`
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Some parameters of a batch that one multi-tensor call works on, each with a gradient."""
-
-    places: list[int]  # in the batch
-    weights: list[Tensor]  # local, or the float32 masters of 16-bit ones
-    grads: list[Tensor]  # local, in any floating type
-    moments: tuple[list[Tensor], ...]  # local large states, all in one type
-    inverse_scale: Tensor | None = None  # on every gradient that is read
-    codes: "Codes | None" = None  # None: the moments are numbers
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Type of sums over elements: the widest for codes, which a last digit may change."""
-        own = self.weights[0]
-        return wide(own.dtype) if self.codes is None else exact(own.device)
-
-    def decoded(self) -> "Bucket":
-        """This bucket with moments in float32, which are copies where they are codes."""
-        assert self.codes is not None
-        kinds = zip(self.moments, self.codes.exponents, CODES, strict=True)
-        moments = [
-            [decode(*one, code) for one in zip(own, exponents, self.codes.rows, strict=True)]
-            for own, exponents, code in kinds
-        ]
-        return replace(self, moments=tuple(moments))
-
-    def write(self, moments: Sequence[Sequence[Tensor]], taken: Tensor) -> None:
-        """Rounds moments to their codes, of parameters that take the step."""
-        assert self.codes is not None
-        ok, *columns = self.pick((taken, *self.codes.seeds), torch.int64)
-        seeds = [*zip(*columns, strict=True)]
-        kinds = zip(self.moments, self.codes.exponents, moments, CODES, strict=True)
-        for own, exponents, new, code in kinds:
-            given = zip(own, exponents, new, self.codes.rows, ok, seeds, strict=True)
-            for old, scale, numbers, row, is_taken, seed in given:
-                pair = encode(numbers, seed, row, code)
-                old.copy_(torch.where(is_taken, pair[0], old))
-                scale.copy_(torch.where(is_taken, pair[1].view_as(scale), scale))
-
-    def floors(self) -> list[Tensor]:
-        """Least second moments to go by; none where moments are numbers."""
-        if self.codes is None:
-            return []
-        given = zip(self.codes.exponents[1], self.weights, self.codes.rows, strict=True)
-        return [floors(exponents, weight.shape, row) for exponents, weight, row in given]
-
-    def unscaled(self) -> list[Tensor]:
-        """Gradients without their loss scale, in float32 at least; as they are if there is none."""
-        if self.inverse_scale is None:
-            return self.grads
-        types = [wide(g.dtype) for g in self.grads]
-        return [
-            g.to(dtype) * self.inverse_scale.to(dtype)
-            for g, dtype in zip(self.grads, types, strict=True)
-        ]
-
-    def sanitized(self, taken: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Copies of gradients without their loss scale; zeros where the step is not taken.
-
-        Decided on the device: the host does not wait to learn which.
-        """
-        pairs = zip(self.unscaled(), taken, strict=True)
-        if self.inverse_scale is not None:
-            return [g.masked_fill_(~ok, 0.0).to(dtype) for g, ok in pairs]
-        return [
-            torch.where(ok, g, 0.0)
-            if g.dtype == dtype
-            else g.to(dtype, copy=True).masked_fill_(~ok, 0.0)
-            for g, ok in pairs
-        ]
-
-    def pick(self, columns: Iterable[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Entries of these parameters in columns ``(tensors)``, as scalars."""
-        first, stop, entries = min(self.places), max(self.places) + 1, []
-        for column in columns:
-            # Unbinds the range of this bucket only: there may be as many buckets as parameters.
-            part = column[first:stop]
-            values = (part if part.dtype is torch.bool else part.to(dtype)).unbind()
-            entries.append([values[i - first] for i in self.places])
-        return entries
 
 
 # Of a bucket, factors in columns, and the options that all parameters share, to sums with shape
@@ -156,13 +65,20 @@ class Pass:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
             given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
             return runtime_of(batch.device).run(*given)
-        parts = []
-        for bucket in batch.buckets:
-            numbers = bucket if bucket.codes is None else bucket.decoded()
-            parts.append((bucket.places, self.function(numbers, by, options)))
-            if self.writes and bucket.codes is not None:
-                bucket.write(numbers.moments, by[0])
-        return joined(batch.weights, parts, self.rows) if self.rows else None
+        parts = [self._on(replace(bucket), by, options) for bucket in batch.buckets]
+        if not self.rows:
+            return None
+        sums = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return sums if batch.order is None else sums.index_select(1, batch.order)
+
+    def _on(self, bucket: Bucket, by: Any, options: Any) -> Tensor | None:
+        if not any(bucket.sizes):
+            own = bucket.own[0]
+            return own.new_zeros((self.rows, len(bucket.own)), dtype=wide(own.dtype))
+        sums = self.function(bucket, by, options)
+        if self.writes and bucket.codes is not None:
+            bucket.keep_codes(by[0])
+        return sums
 
     def place(self, device: torch.device) -> str:
         """Place of its loop or kernel for a device; empty: it has none."""
@@ -178,21 +94,6 @@ def named(place: str) -> Any:
 def runtime_of(device: torch.device) -> Any:
     """The module that starts loops, which needs numba, or kernels, which needs Triton."""
     return import_module(f"steadygrad.optim.{BACKENDS[device.type]}.runtime")
-
-
-def joined(weights: Sequence[Tensor], parts: Sequence[tuple[list[int], Any]], rows: int) -> Tensor:
-    """Sums of buckets, each with its places and ``(rows, places)``, as columns of a batch.
-
-    Zeros for parameters that took no part.
-    """
-    places = [i for own, _ in parts for i in own]
-    if places == [*range(len(weights))]:
-        return torch.cat([sums for _, sums in parts], dim=1)
-    dtype = parts[0][1].dtype if parts else wide(weights[0].dtype)
-    zero = torch.zeros(rows, dtype=dtype, device=weights[0].device)
-    # Stacked, because an index by a list would be copied to the device and waited for.
-    columns = {i: sums[:, k] for own, sums in parts for k, i in enumerate(own)}
-    return torch.stack([columns.get(i, zero) for i in range(len(weights))], dim=1)
 
 
 # Arithmetic on columns: tensors, or arrays of NumPy's where loops work on the host, as an operation
@@ -230,81 +131,69 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) else x.astype(ARRAYS.get(dtype, dtype), copy=False)
 
 
-def sum_type(bucket: Bucket) -> torch.dtype:
-    """The wider type of its weights and states."""
-    return torch.promote_types(bucket.weights[0].dtype, bucket.moments[0][0].dtype)
+def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[Tensor]:
+    """Factors on averages, each ``beta`` where an element takes the step, else one."""
+    dtype = bucket.moments[0].dtype
+    return [torch.ones_like(taken, dtype=dtype).masked_fill_(taken, beta) for beta in betas]
 
 
-def decays_of(bucket: Bucket, betas: Iterable[float], taken: Tensor) -> list[list[Tensor]]:
-    """Factors on averages: each ``beta`` where a parameter takes the step, else one."""
-    dtype = bucket.moments[0][0].dtype
-    rest = torch.ones(taken.shape, dtype=dtype, device=taken.device)
-    columns = [torch.where(taken, torch.full_like(rest, beta), rest) for beta in betas]
-    return bucket.pick(columns, dtype)
-
-
-def average(
-    bucket: Bucket, gradients: list[Tensor], betas: tuple[float, float], taken: Tensor
-) -> None:
+def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken: Tensor) -> None:
     """Moves the averages of gradients and of their squares, the bucket's first two large states.
 
-    The gradients are zeros where a parameter does not take the step.
+    The gradient is zero where an element does not take the step.
     """
     m, v = bucket.moments[:2]
-    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
+    # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, betas, taken)
-    torch._foreach_mul_(m, decay1)
-    torch._foreach_mul_(v, decay2)
+    m.mul_(decay1)
+    v.mul_(decay2)
     if bucket.codes is None:
-        torch._foreach_add_(m, gradients, alpha=1 - betas[0])
+        m.add_(gradient, alpha=1 - betas[0])
     else:
-        torch._foreach_add_(m, torch._foreach_mul(gradients, 1 - betas[0]))
-    add_squares(bucket, v, gradients, 1 - betas[1])
+        m.add_(gradient * (1 - betas[0]))
+    add_squares(bucket, v, gradient, 1 - betas[1])
+    bucket.keep_moments()
 
 
 # For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
 # own calls may take a product and a sum in one.
 
 
-def add_squares(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:
-    """Adds squares of tensors, times a factor."""
+def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> None:
+    """Adds squares of a tensor, times a factor."""
     if bucket.codes is None:
-        torch._foreach_addcmul_(sums, more, more, value=factor)
+        total.addcmul_(more, more, value=factor)
     else:
-        squares = torch._foreach_mul(more, more)
-        torch._foreach_mul_(squares, factor)
-        torch._foreach_add_(sums, squares)
+        total.add_((more * more).mul_(factor))
 
 
-def roots(bucket: Bucket, tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
     """Square roots."""
     if bucket.codes is None:
-        return list(torch._foreach_sqrt(tensors))
+        return tensor.sqrt()
     # Vectorised roots in float32 are off by a last digit now and then.
-    return [t.to(exact(t.device)).sqrt_().to(t.dtype) for t in tensors]
+    return tensor.to(exact(tensor.device)).sqrt_().to(tensor.dtype)
 
 
-def second_moments(bucket: Bucket, betas: tuple[float, float]) -> list[Tensor]:
-    """Second moments that a step goes by: not too small for the codes, or for the first ones."""
+def second_moment(bucket: Bucket, betas: tuple[float, float]) -> Tensor:
+    """Second moment that a step goes by: not too small for the codes, or for the first one."""
+    m, v = bucket.moments[:2]
     if bucket.codes is None:
-        return bucket.moments[1]
-    least = torch._foreach_mul(bucket.moments[0], bucket.moments[0])
-    torch._foreach_mul_(least, least_ratio(*betas))
-    torch._foreach_maximum_(least, bucket.floors())
-    torch._foreach_maximum_(least, bucket.moments[1])
-    return list(least)
+        return v
+    least = (m * m).mul_(least_ratio(*betas))
+    return torch.maximum(torch.maximum(least, bucket.floors(), out=least), v, out=least)
 
 
-def moved_by(weights: list[Tensor], keep: list[Tensor], steps: list[Tensor]) -> None:
-    """Moves weights of any floating type: each times a factor, less a step in the state's type."""
-    if weights[0].dtype == steps[0].dtype:
-        torch._foreach_mul_(weights, keep)
-        torch._foreach_sub_(weights, steps)
-        return
-    for weight, factor, step in zip(weights, keep, steps, strict=True):
+def move_by(bucket: Bucket, keep: Tensor, step: Tensor) -> None:
+    """Moves weights of any floating type: times a factor, less a step."""
+    weights = bucket.weights
+    if weights.dtype == step.dtype:
+        weights.mul_(keep).sub_(step)
+    else:
         # Rounded to the weight's type once, not after each operation.
-        work = torch.promote_types(weight.dtype, step.dtype)
-        weight.copy_(weight.to(work).mul_(factor).sub_(step))
+        work = torch.promote_types(weights.dtype, step.dtype)
+        weights.copy_(weights.to(work).mul_(keep).sub_(step))
+    bucket.keep_weights()
 
 
 def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -323,7 +212,7 @@ def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> Non
 
 
 def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
-    return square_sums(bucket.unscaled(), bucket.sum_dtype)[None]
+    return bucket.grad_squares()[None]
 
 
 # Squared norms of gradients, by which a step is taken or not, in one row.

@@ -187,7 +187,7 @@ class ScaledAdam(ShardedOptimizer):
 
         totals, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for one, total in zip(work, totals, strict=True):
-            one.sums = total
+            one.sums = total.unbind()
         factors = clip_factors(work, self.param_groups, self.state, ok, joint)
         for one in work:
             one.apply(factors.get(id(one.group)))
@@ -206,8 +206,8 @@ class ScaledAdam(ShardedOptimizer):
 class ScaledAdamStep:
     """A step of one batch of parameters, all of one element or none."""
 
-    # Over all shards, with shape `(3, tensors)`, once they are known.
-    sums: Tensor
+    # Over all shards, each with shape `(tensors)`, once they are known.
+    sums: Sequence[Tensor]
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group = batch, batch.group
@@ -250,27 +250,35 @@ class ScaledAdamStep:
         # In 2022 the clipped gradient reached the sizes only.
         in_update = sign if rule.original else scale
         known, factors = None, None
+        # Loops take products along where they are not needed before.
+        has_products = not self.is_scalar and (
+            batch.sharded or (self.is_sized and not batch.tables)
+        )
         if not self.is_scalar:
             known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
             move = library_of(known.rms).zeros_like(known.rms)
+            if self.is_sized or has_products:
+                ring = self._remembered(known, self.sums[1] * scale)
             if self.is_sized:
-                gradient = cast(self.sums[1] * scale, batch.state_dtype)
                 rms = cast(root(self.sums[2] / batch.numel), batch.state_dtype)
-                known, move = rule_of.size_step(known, gradient, rms, self.step, batch.taken, rule)
+                known, move = rule_of.size_step(known, ring, rms, self.step, batch.taken, rule)
             factors = known.rms, move
         by = rule_of.step_scales(self.step, factors, in_update, batch.taken, rule)
-        products = rule_of.update(batch, by, rule.update_options(is_scalar=self.is_scalar))[0]
+        update = rule_of.update_by_known if has_products and not batch.tables else rule_of.update
+        products = update(batch, by, rule.update_options(is_scalar=self.is_scalar))
         batch.store("step", self.step + batch.taken)
         if known is not None:
-            now = self.sums[1]
-            if not batch.sharded:
-                now = where(self.needed, now, products)
-            now = cast(now * scale, batch.state_dtype)
-            ring = rule_of.remembered(known.gradients, now, self.step, batch.taken)
+            if not has_products:
+                now = where(self.needed, self.sums[1], products[0])
+                ring = self._remembered(known, now * scale)
             batch.store("scale_grads", ring)
             if self.is_sized:
                 batch.store("param_rms", known.rms)
                 batch.store("scale_exp_avg_sq", known.mean_square)
+
+    def _remembered(self, known: rule_of.Sizes, size_gradient: Any) -> Any:
+        size_gradient = cast(size_gradient, self.batch.state_dtype)
+        return rule_of.remembered(known.gradients, size_gradient, self.step, self.batch.taken)
 
 
 def clip_factors(

@@ -24,14 +24,15 @@ along.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import inner_products, may_hold, square_sums
+from steadygrad.numerics import may_hold, square_sums
+from steadygrad.optim.buckets import Bucket
 from steadygrad.optim.passes import (
-    Bucket,
     Pass,
     add_squares,
     cast,
@@ -100,8 +101,7 @@ def finite(sums: Any, needed: Any, dtype: torch.dtype, period: int) -> Any:
         return found
     # Twice the sum: that of a period is rounded.
     squares = cast(sums[1] * sums[1] * (2 * period), dtype)
-    products = (squares < torch.inf) & (sums[2] < torch.inf)
-    return found & (products | ~needed)
+    return found & (((squares < torch.inf) & (sums[2] < torch.inf)) | ~needed)
 
 
 class StepScales(NamedTuple):
@@ -148,7 +148,7 @@ class Sizes:
 
 
 def size_step(
-    sizes: Sizes, size_gradient: Any, rms: Any, step: Any, taken: Any, rule: Rule
+    sizes: Sizes, ring: Any, rms: Any, step: Any, taken: Any, rule: Rule
 ) -> tuple[Sizes, Any]:
     r"""Learns the sizes.
 
@@ -159,12 +159,11 @@ def size_step(
     with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
     :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
 
-    ``size_gradient`` is :math:`h` at this step, and counts at size steps only; ``rms`` each
-    parameter's root mean square now, which counts at the first step too. Returns the sizes, still
-    without this step's gradients, and :math:`s`.
+    ``ring`` are the last :math:`h`, this step's among them, which count at size steps only; ``rms``
+    each parameter's root mean square now, which counts at the first step too. Returns the sizes,
+    still without this step's gradients, and :math:`s`.
     """
     turn = (step % rule.period == rule.period - 1) & taken
-    ring = remembered(sizes.gradients, size_gradient, step, turn)
     # The first step takes the size that the weights then have. With a period of one it is a size
     # step too many: nothing has been averaged yet.
     due = turn & (step > 0)
@@ -206,65 +205,59 @@ def _bounded(raw: Any, rms: Any, lr: float | Tensor, rule: Rule) -> Any:
 
 
 def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
-    dtype, grads = bucket.sum_dtype, bucket.unscaled()
-    squares = square_sums(grads, dtype)
+    squares = bucket.grad_squares()
     if not may_hold(by[0]):
         return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
-    products = inner_products(bucket.weights, grads, dtype)
-    return torch.stack([squares, products, square_sums(bucket.weights, dtype)])
+    return torch.stack([squares, bucket.products(), square_sums(bucket.own, bucket.sum_dtype)])
 
 
-def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
-    products = inner_products(bucket.weights, bucket.unscaled(), bucket.sum_dtype)[None]
-    delta, v = bucket.moments
-    dtype = v[0].dtype
+def _update(
+    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool
+) -> Tensor | None:
+    products, (delta, v) = None if known else bucket.products()[None], bucket.moments
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
     # part and of the weight's.
     bias = root(by.second_moment)
     along_g = by.gradient / bias * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    factors = (by.taken, by.clip, options.eps / bias, along_g, by.taken.to(dtype))
-    taken, clip, eps, factor, moves = bucket.pick(factors, dtype)
-    # A parameter that skips the step keeps its averages: the decay is 1, and zero is added.
-    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), by.taken)
-    g = bucket.sanitized(taken, dtype)
-    torch._foreach_mul_(g, clip)
-    torch._foreach_mul_(v, decay2)
-    add_squares(bucket, v, g, 1 - options.beta2)
-    d = roots(bucket, v if bucket.codes is None else torch._foreach_maximum(v, bucket.floors()))
-    torch._foreach_add_(d, eps)
-    torch._foreach_div_(g, d)
+    columns = by.clip, options.eps / bias, along_g, along_p, by.taken
+    clip, eps, along_g, along_p, moves = bucket.each(v.dtype, *columns)
+    (taken,) = bucket.each(torch.bool, by.taken)
+    # Without a step averages stay as they are: the decay is 1, and zero is added.
+    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
+    g = bucket.sanitized(taken, v.dtype).mul_(clip)
+    add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
+    d = roots(bucket, v if bucket.codes is None else torch.maximum(v, bucket.floors()))
+    g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
-    torch._foreach_mul_(g, factor)
-    _add_size_step(g, bucket, along_p, dtype)
-    torch._foreach_mul_(delta, decay1)
-    torch._foreach_add_(delta, g)
+    _add_size_step(g.mul_(along_g), bucket, along_p)
+    delta.mul_(decay1).add_(g)
     del g
+    p = bucket.weights
     if options.before < torch.inf:
-        _bound_(bucket.weights, taken, options.before)
+        _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    torch._foreach_add_(bucket.weights, torch._foreach_mul(delta, moves))
+    p.add_(delta * moves)
     if options.after < torch.inf:
-        _bound_(bucket.weights, taken, options.after)
+        _bound_(p, taken, options.after)
+    bucket.keep_moments()
+    bucket.keep_weights()
     return products
 
 
-def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: torch.dtype) -> None:
+def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     """Adds the weights, times the size step."""
-    used, factors = bucket.pick((weight != 0, weight), dtype)
-    # A weight that is not finite must not reach `delta` by way of zero. One element with an axis,
-    # for the outcome to have the state's type.
-    zero = torch.zeros(1, dtype=dtype, device=weight.device)
-    own = [torch.where(c, p, zero).view_as(p) for c, p in zip(used, bucket.weights, strict=True)]
+    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
+    # weight with no axis would not bring about.
+    own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
     if bucket.codes is None:
-        torch._foreach_addcmul_(moves, own, factors)
+        move.addcmul_(own, factor)
     else:
-        torch._foreach_add_(moves, torch._foreach_mul(own, factors))
+        move.add_(own.mul_(factor))
 
 
-def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:
-    for p, ok in zip(weights, taken, strict=True):
-        p.copy_(torch.where(ok, p.clamp(-bound, bound), p))
+def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:
+    weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
 
 
 _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops", "kernels"))
@@ -272,12 +265,13 @@ _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops"
 # needed.
 sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel", kernel=f"{_KERNELS}sums", columns=1)
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
-# :math:`p \cdot g` with the weights before the update.
+# :math:`p \cdot g` with the weights before the update; the second has none, as they are known.
 update = Pass(
-    _update,
+    partial(_update, known=False),
     1,
     f"{_LOOPS}update_kernel",
     kernel=f"{_KERNELS}update",
     columns=len(StepScales._fields),
     writes=True,
 )
+update_by_known = Pass(partial(_update, known=True), writes=True)
