@@ -10,8 +10,7 @@ down to it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from steadygrad.numerics import may_hold
 EARLY = (10, 20, 40)
 
 
-@dataclass(frozen=True)
-class Clipping:
+class Clipping(NamedTuple):
     """A group's memory of its norms."""
 
     norms: Tensor  # the last, with shape (period); step t in place t mod period
@@ -66,27 +64,18 @@ def clip(
     norms = torch.where(seen, norm.to(known.norms), known.norms)
     threshold, clipped = known.threshold, known.clipped
     early = [n for n in EARLY if n < period and not original]
-    due = step % period == 0
-    for count in early:
-        due = due | (step == count)
-    due = due & taken
+    due = taken & torch.stack([step % period == 0, *(step == n for n in early)]).any()
     if may_hold(due):
         ordered = norms.sort().values.to(threshold.dtype)
-        threshold = torch.where(due, _threshold(ordered, step, scale, early), threshold)
+        found = scale * ordered[min(period - 1, period // 4 * 2)]
+        for n in early:
+            # The places of steps not yet taken hold zeros, and come first.
+            median = ordered[period - n + min(n - 1, n // 4 * 2)]
+            found = torch.where(step == n, 2 * scale * median, found)
+        threshold = torch.where(due, found, threshold)
         clipped = torch.where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = ((norm.to(norms) + 1e-20).reciprocal() * threshold.to(norms)).clamp(max=1.0)
     # Without a threshold infinity over an infinite norm is no number.
     factor = torch.where(taken & (threshold < torch.inf), factor, 1.0)
     return Clipping(norms, threshold, clipped + (factor < 1)), factor
-
-
-def _threshold(ordered: Tensor, step: Tensor, scale: float, early: Sequence[int]) -> Tensor:
-    """The threshold that a step takes of sorted norms."""
-    period = len(ordered)
-    threshold = scale * ordered[min(period - 1, period // 4 * 2)]
-    for count in early:
-        # The places of steps not yet taken hold zeros, and come first.
-        median = ordered[period - count + min(count - 1, count // 4 * 2)]
-        threshold = torch.where(step == count, 2 * scale * median, threshold)
-    return threshold
