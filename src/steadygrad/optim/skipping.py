@@ -26,8 +26,7 @@ class SkipMonitor:
 
     def count(self, ok: Tensor, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
         """Counts a step if it was skipped, and warns at the limit; None: never."""
-        # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
-        # no value.
+        # With gradients of a wrapper type `ok` has that type and cannot be read.
         readable = type(ok) is Tensor and not (torch.compiler.is_compiling() or ok.is_meta)
         on_host = readable and ok.device.type == "cpu"
         if on_host and bool(ok.numpy()):
