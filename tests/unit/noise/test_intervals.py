@@ -16,7 +16,6 @@ from steadygrad.noise.intervals import (
     t_quantile,
 )
 from tests.reference import noise_drift as reference
-from tests.reference import summed_parts
 from tests.reference.noise_scale import fieller_by_search
 from tests.unit.noise.training_loop import course_of, histories
 
@@ -50,22 +49,15 @@ def measure(scheme, noise_scale, draws, generator):
     return from_part_sums(sq_parts @ counts / total, sq_mean, len(counts) / total, 1 / total)
 
 
-# Whether a gradient is the sum of its parts
-
-
-def drawn(seed, m, dtype, mean=0.0):
-    generator = torch.Generator().manual_seed(seed)
-    return list((torch.randn(m, 40, generator=generator, dtype=torch.float64) + mean).to(dtype))
-
-
 def test_between_processes_any_order_of_additions_is_allowed():
+    """Where a gradient is looked at, whether it is the sum of its parts."""
     for seed in range(200):
-        generator = torch.Generator().manual_seed(seed)
-        own = [part.bfloat16() for part in drawn(seed, 8, torch.float64, mean=seed % 3)]
-        order = torch.randperm(8, generator=generator).tolist()
-        found = summed_parts.accumulated([own[i] for i in order], torch.bfloat16).double()
-        squares = sum(summed_parts.running_squares(part.double()[None]) for part in own)
-        seen = torch.stack(own).double().sum(0)
+        draw = torch.Generator().manual_seed(seed)
+        own = (torch.randn(8, 40, generator=draw, dtype=torch.float64) + seed % 3).bfloat16()
+        order = torch.randperm(8, generator=draw).tolist()
+        found = sum(own[i] for i in order).double()
+        squares = sum(part.double().square().sum() for part in own)
+        seen = own.double().sum(0)
         assert not is_altered(seen, found, squares, 2**-8, processes=8)
         assert is_altered(seen, found / 2, squares, 2**-8, processes=8)
 
