@@ -98,15 +98,9 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     ) -> Iterator[list[Batch]]:
         """Stacks a group's parameters of the same shape, type and device, and writes them back.
 
-        If the block raises, nothing is written. Gradients are off inside.
-
-        Args:
-            group: One of ``self.param_groups``.
-            none_grads: ``"zero"``: None gradients are zeros. ``"skip"``: their parameters take no
-                part, as in torch's own optimizers.
-
-        Yields:
-            The batches, in the order of their first parameters.
+        Batches come in the order of their first parameters; gradients are off inside, and if the
+        block raises, nothing is written. With ``none_grads="skip"`` parameters without a gradient
+        take no part, as in torch's own optimizers; with ``"zero"`` their gradients are zeros.
         """
         check_choice("none_grads", none_grads, ("zero", "skip"))
         with torch.no_grad():

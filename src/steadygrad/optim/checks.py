@@ -19,8 +19,7 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     So a signature is the only list of options, for users, type checkers and the optimizer alike.
     """
-    others = ("self", "params", "__class__")
-    return {name: value for name, value in arguments.items() if name not in others}
+    return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
 
 
 def check_options(group: Mapping[str, Any], betas_needed: int) -> None:

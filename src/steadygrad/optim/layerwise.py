@@ -53,8 +53,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     ) -> list[Tensor]:
         """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
 
-        From sums of each over all shards, the first row of squared gradients, and the joint sum of
-        all of them, if all processes had to agree on it.
+        From sums over all shards, and the joint one, if all processes had to agree on it.
         """
         if self._normalizes:
             pairs = zip(batches, norms, strict=True)
@@ -177,13 +176,9 @@ class LANS(LayerwiseOptimizer):
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph, as in torch.
 
-    Raises:
-        InputError: If an option is out of range or a parameter is complex or sparse.
-
     References:
         | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
-        | (Zheng et al., 2020)
-        | https://arxiv.org/abs/2006.13484
+        | (Zheng et al., 2020), https://arxiv.org/abs/2006.13484
     """
 
     _passes, _directions = rule_of.LANS_PASSES, rule_of.LANS_DIRECTIONS
@@ -232,8 +227,7 @@ class LAMB(LayerwiseOptimizer):
 
     References:
         | Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
-        | (You et al., 2020)
-        | https://arxiv.org/abs/1904.00962
+        | (You et al., 2020), https://arxiv.org/abs/1904.00962
     """
 
     _passes, _directions = rule_of.LAMB_PASSES, rule_of.LAMB_DIRECTIONS

@@ -299,7 +299,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             is_code = name in scales or name + EXPONENTS in state
             if is_code is not (value.dtype is torch.uint8):
                 kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                raise damaged(name, f"of {kind}", f"{value.dtype}")
+                raise damaged(name, f"of {kind}", value.dtype)
             # In the type that it is kept in, where a larger number is infinite.
             dtype = torch.uint8 if is_code else self._dtype_of(name, parameter, group)
             own = local(value).detach().to(dtype)
