@@ -113,9 +113,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
         work = []
         scales = self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
-            group = batch.group
+            group, (beta1, beta2) = batch.group, batch.group["betas"]
             options = rule_of.Options(
-                *group["betas"],
+                beta1,
+                beta2,
                 group["eps"],
                 group["weight_decay"],
                 group.get("clip_value") or math.inf,

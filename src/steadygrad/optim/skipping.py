@@ -44,8 +44,8 @@ class SkipMonitor:
         else:
             self._steps += 1
             own = next((c for c in counts.values() if c.device == ok.device), None)
-            is_time = own is not None and self._steps % limit == 1 % limit
-            is_due = is_time and self._skips_of_an_interval(own) >= limit
+            is_time = self._steps % limit == 1 % limit
+            is_due = is_time and own is not None and self._skips_of_an_interval(own) >= limit
         if is_due:
             warnings.warn(
                 f"Expected finite gradients in {self._name}. Found none in {limit} steps in a row, "

@@ -1,7 +1,6 @@
 """Intervals against 95 % on gradients of known noise, also while the noise drifts."""
 
 import math
-from itertools import takewhile
 
 import pytest
 import scipy.stats
@@ -165,18 +164,6 @@ def test_forgotten_values_do_not_count_as_correlated():
     # Independent values give exactly 1 in 97 of 100; the forgotten half alone would give 39.
     assert tau.median().item() == pytest.approx(1, abs=0.05)
     assert autocorrelation_time(x, torch.ones_like(weights)).median().item() > 10
-
-
-def test_autocorrelation_time_by_hand():
-    x = autoregressive(0.8, 1, 80)[0]
-    count = len(x)
-    lags = [float(x[lag:] @ x[: count - lag]) for lag in range(count // 4 + 1)]
-    found = [lag / lags[0] for lag in lags[1:]]
-    leading = [*takewhile(lambda rho: rho > 2 / count**0.5, found)]
-    assert 1 < len(leading) < len(found)
-    tail = leading[-1] * found[0] / (1 - found[0])
-    expected = 1 + 2 * (sum(leading) + tail)
-    assert autocorrelation_time(x, torch.ones_like(x)).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
