@@ -18,23 +18,14 @@ from steadygrad.shards import aligned, as_shard, local
 
 @dataclass(eq=False)
 class Batch:
-    """Same-shape parameters of one group, stacked: copies, to be changed in place or assigned anew.
+    """Stacked parameters of one shape and group: copies, to be changed in place or anew."""
 
-    Attributes:
-        param: The parameters, with shape ``[n, *shape]``.
-        grad: Their gradients, with the same shape; zeros where a gradient is None.
-        state: Their state by name, with shape ``[n, ...]``.
-        names: Names of the parameters; ``params.3`` for a group's fourth that has none.
-        params: The parameters themselves.
-        has_grad: Which of them have a gradient, on the host.
-    """
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-    names: tuple[str, ...]
-    params: tuple[Tensor, ...]
-    has_grad: tuple[bool, ...]
+    param: Tensor  # the parameters, with shape `[n, *shape]`
+    grad: Tensor  # their gradients, with the same shape; zeros where a gradient is None
+    state: dict[str, Tensor]  # by name, with shape `[n, ...]`
+    names: tuple[str, ...]  # `params.3` for a group's fourth that has none
+    params: tuple[Tensor, ...]  # the parameters themselves
+    has_grad: tuple[bool, ...]  # which of them have a gradient, on the host
 
     def __len__(self) -> int:
         return len(self.params)

@@ -72,8 +72,8 @@ def param_groups(
         of options, in the order of their first parameters.
     """
     named = _named_parameters(model)
-    options = {} if options is None else options
-    check_type("options", options, Mapping, '{"*.bias": {"weight_decay": 0.0}}')  # type: ignore[type-abstract]
+    remedy = '{"*.bias": {"weight_decay": 0.0}}'
+    options = check_type("options", options or {}, Mapping, remedy)  # type: ignore[type-abstract]
     for pattern, wanted in options.items():
         # torch's groups hold these beside options.
         if not isinstance(wanted, Mapping) or {"params", "param_names"} & {*wanted}:

@@ -42,11 +42,10 @@ def _unstack_group(
     params, stacks = group["params"], defaultdict[Any, list[int]](list)
     for place, p in enumerate(params):
         stacks[p.dtype, p.shape].append(place)
-    found: list[dict[str, Any]] = [{} for _ in params]
-    shared: dict[str, Any] = {}
+    found, shared = [dict[str, Any]() for _ in params], dict[str, Any]()
     for members in stacks.values():
-        first, stack = indices[members[0]], state.get(indices[members[0]], {})
-        shape = (len(members), *params[members[0]].shape)
+        first, like = indices[members[0]], params[members[0]]
+        stack, shape = state.get(first, {}), (len(members), *like.shape)
         if (delta := getattr(stack.get("delta"), "shape", None)) != shape:
             raise InputError(
                 f"Expected a `delta` of shape {shape} at parameter {first} of the checkpoint. "
@@ -54,7 +53,7 @@ def _unstack_group(
                 "this very model, with its parameters in the order that the optimizer got them in."
             )
         for name in set(stack) & set(fields):
-            field, value = fields[name], as_tensor(name, stack[name], params[members[0]])
+            field, value = fields[name], as_tensor(name, stack[name], like)
             axis = 1 if field.length else 0
             if field.shared:
                 shared[name] = value

@@ -147,9 +147,6 @@ class Eden(_FactorLR):
         warmup_start: Share of the learning rate that it begins at, :math:`s`.
         last_epoch: -1, or the number of the last batch done, to continue without a state.
 
-    Attributes:
-        epoch: Epochs so far.
-
     References:
         | Zipformer: A faster and better encoder for automatic speech recognition
         | (Yao et al., 2024), https://arxiv.org/abs/2310.11230
@@ -169,7 +166,7 @@ class Eden(_FactorLR):
         self.lr_epochs = float(check_number("lr_epochs", lr_epochs, low=0, low_open=True))
         self.warmup_batches = float(check_number("warmup_batches", warmup_batches, low=0))
         self.warmup_start = float(check_number("warmup_start", warmup_start, low=0, high=1))
-        self.epoch = 0.0
+        self.epoch = 0.0  # so far
         super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:

@@ -18,7 +18,6 @@ from steadygrad._checks import InputError, shown
 from steadygrad.numerics import exact, wide
 from steadygrad.optim import codes
 from steadygrad.optim.checks import check_names, check_options, check_parameter
-from steadygrad.optim.codes import EXPONENTS, is_coded
 from steadygrad.shards import as_shard, local, shared_out
 
 Options = Mapping[str, Any]
@@ -65,7 +64,7 @@ ADAM_FIELDS = {
 def scales_of(*moments: str) -> dict[str, StateField]:
     """States for the scales of moments that may be kept in eight bits."""
     scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH)
-    return {name + EXPONENTS: replace(scale, scales=name) for name in moments}
+    return {name + codes.EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
 def ensure_master(parameter: Tensor, state: dict[str, Any], group: Options) -> None:
@@ -156,7 +155,6 @@ class TypeKeepingOptimizer(Optimizer):
         """Raises InputError if a parameter cannot have a state that was saved with a group."""
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
-        """A loaded tensor as it is kept."""
         return value.detach().to(parameter.device, copy=True)
 
 
@@ -187,7 +185,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _kept_as(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
         """Type that a state has in memory, which is a code's if it is a moment in eight bits."""
-        is_code = name + EXPONENTS in self._fields and is_coded(parameter, group)
+        is_code = name + codes.EXPONENTS in self._fields and codes.is_coded(parameter, group)
         return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
@@ -199,7 +197,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             if field.elementwise:
                 found[name] = torch.zeros_like(parameter, dtype=dtype)
             elif field.scales:
-                if is_coded(parameter, group):
+                if codes.is_coded(parameter, group):
                     own = len(local(parameter)), shape[1]
                     scales = torch.full(own, codes.LOW, dtype=dtype, device=device)
                     found[name] = as_shard(scales, parameter, shape)
@@ -209,7 +207,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
         """Makes codes of moments or numbers of codes, as the options and the parameter ask for."""
-        is_wanted = is_coded(parameter, group)
+        is_wanted = codes.is_coded(parameter, group)
         for name, field in self._fields.items():
             if not field.scales or (name in state) is is_wanted:
                 continue
@@ -296,7 +294,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 whose = "the parameter's " if field.elementwise else ""
                 raise damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
             # Codes without scales, or scales of numbers, would be taken for what they are not.
-            is_code = name in scales or name + EXPONENTS in state
+            is_code = name in scales or name + codes.EXPONENTS in state
             if is_code is not (value.dtype is torch.uint8):
                 kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
                 raise damaged(name, f"of {kind}", value.dtype)
