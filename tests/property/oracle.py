@@ -60,11 +60,7 @@ class Moves(NamedTuple):
 
 
 class StepOracle:
-    """Judges the next step of an optimizer; made before it.
-
-    Args:
-        optimizer: With the gradients that the step will take, and the loss scale in them.
-    """
+    """Judges the next step of an optimizer; made before it, with its gradients and loss scale."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind = type(optimizer)
@@ -242,10 +238,7 @@ def everything(optimizer: Optimizer) -> list[Any]:
 def assert_kept(found: Sequence[Any], known: Sequence[Any]) -> None:
     """Nothing that a load, a copy or a further group must leave alone differs in a bit.
 
-    Args:
-        found: Of :func:`everything`, afterwards.
-        known: Of :func:`everything`, before. A load rounds states to the type of a parameter that
-            was cast since.
+    Both are of :func:`everything`. A load rounds states to the type of a parameter cast since.
     """
     assert len(found) == len(known)
     for (options, states), (known_options, known_states) in zip(found, known, strict=True):

@@ -1,6 +1,5 @@
 """The graphs up to y and on to the losses: nests, heads, hooks, compiled code, derivatives."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -61,18 +60,11 @@ WRAPPED = {
 }
 
 
-@pytest.fixture
-def quiet_compiler():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        yield
-
-
 @pytest.mark.parametrize("call", ["backward", "fork", "fork inside"])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.usefixtures("quiet_compiler")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_models_that_are_checkpointed_or_compiled(call, wrapped):
+    torch._dynamo.reset()
     model, plain, balancer = make_model(), make_model(), LossBalancer(WEIGHTS)
     go_back(LossBalancer(WEIGHTS), plain(draw(4, 5)))
     x = draw(4, 5).requires_grad_()

@@ -108,9 +108,6 @@ def test_groups_are_measured_and_frozen_weights_are_not():
     assert {*whole.by_group} == {"weight", "bias"}
 
 
-# In the geometry of an optimizer
-
-
 def preconditioner(model, optimizer):
     """The root of the second moment plus eps of every parameter, flat, from the definitions."""
     rows, group = [], optimizer.param_groups[0]
@@ -182,9 +179,6 @@ def test_nothing_is_measured_before_the_optimizer_has_state():
     assert noise.estimate().measurements.item() == 1
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -208,9 +202,6 @@ def test_bad_arguments(options, message):
     with pytest.raises(InputError, match=message):
         NoiseScale(**arguments)
     assert not any(hooks_of(m) for m in [arguments["model"]] if isinstance(m, nn.Module))
-
-
-# Over many steps: known truth, forgetting, saving, going on, drifting
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -299,9 +290,6 @@ def test_an_overflowed_step_is_left_out_and_counted():
     # The one measurement's weight, 0.99 now, is divided out again: a rounding where numbers cancel.
     assert_close(noise.estimate().as_dict(), expected, rel=1e-12)
     assert (before["measurements"], left_out(noise)) == (1, (1, 0))
-
-
-# Drift
 
 
 def test_while_it_drifts_the_estimate_is_of_the_newest_measurements():
