@@ -307,6 +307,13 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 if not field.low <= least <= largest <= field.high:
                     wanted = f"of numbers from {field.low:g} to {field.high:g}"
                     raise damaged(name, wanted, f"values from {least:g} to {largest:g}")
+            mesh = getattr(value, "device_mesh", None)
+            like = parameter if field.elementwise or field.scales else None
+            if mesh not in (None, getattr(like, "device_mesh", None)):
+                raise InputError(
+                    f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
+                    f"Found a DTensor on {mesh}. Remedy: value.full_tensor()."
+                )
         self._bring_into_form(parameter, group, state)
 
 
