@@ -136,14 +136,11 @@ class ScaledAdam(ShardedOptimizer):
 
     @torch.no_grad()
     def load_icefall_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint of icefall's ScaledAdam, with this optimizer's options.
+        """Goes on from icefall's checkpoint with this optimizer's options, or changes nothing.
 
         Args:
             state_dict: ``optimizer`` entry of the checkpoint, loaded with ``weights_only=True``. It
                 does not say which recipe wrote it: give this optimizer that of its script.
-
-        Raises:
-            InputError: If it is of other parameters or periods; nothing is changed then.
         """
         own = self.state_dict()
         for i, state in enumerate(unstack(state_dict, self.param_groups, self._fields)):

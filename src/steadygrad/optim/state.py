@@ -107,11 +107,7 @@ class TypeKeepingOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, every tensor in its own type and as a copy on its parameter's device.
-
-        Raises:
-            ValueError: If it is of other groups or another optimizer; nothing is changed then.
-        """
+        """Loads all of a state or none, each tensor in its own type and copied to its device."""
         # Hooks may make a state dict of what has another outline, and torch copies it for them.
         if not hasattr(state_dict, "copy"):
             check_outline(state_dict)
