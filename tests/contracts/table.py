@@ -14,31 +14,18 @@ from steadygrad.optim import LAMB, LANS, ScaledAdam
 
 @dataclass(frozen=True)
 class Entry:
-    """One way of making an optimizer.
-
-    Attributes:
-        make: The class.
-        options: Options of this variant.
-        large: Names of the states that have the parameter's shape, masters aside.
-        none_moves: Whether a parameter without a gradient may move.
-        joint: Whether a parameter's step depends on the gradients of others.
-        betas: Decays that are not its defaults.
-        others: Further options of its own, each set to be tried on a small problem.
-        wrong: Options that must be refused, by the name of the first.
-        mode: How steps are computed, unless a test says it.
-        coded: Whether moments are kept in eight bits, rounded at random: its weights are not those
-            of the equations in float64.
-    """
+    """One way of making an optimizer: a class, and options of this variant."""
 
     make: Callable[..., Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
-    large: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    none_moves: bool = False
-    joint: bool = False
-    betas: tuple[float, ...] = (0.8, 0.95)
-    others: tuple[dict[str, Any], ...] = ()
-    wrong: tuple[dict[str, Any], ...] = ()
-    mode: Mapping[str, Any] = field(default_factory=dict)
+    large: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # states with the parameter's shape
+    none_moves: bool = False  # whether a parameter without a gradient may move
+    joint: bool = False  # whether a parameter's step depends on the gradients of others
+    betas: tuple[float, ...] = (0.8, 0.95)  # that are not its defaults
+    others: tuple[dict[str, Any], ...] = ()  # options of its own, tried one set after the other
+    wrong: tuple[dict[str, Any], ...] = ()  # options that are refused, by the name of the first
+    mode: Mapping[str, Any] = field(default_factory=dict)  # unless a test says it
+    # Moments are rounded at random: weights are not those of the equations in float64.
     coded: bool = False
 
     def __call__(self, params: Any, **more: Any) -> Any:
@@ -64,6 +51,8 @@ _WRONG = (
 )
 _WRONG_DECAYED = (*_WRONG, {"eps": 0.0}, {"weight_decay": -0.1})
 _DECAYED = tuple({"weight_decay": w, "maximize": m} for w in (0.0, 0.1) for m in (False, True))
+_BOUNDED = ({"lower_bound": 0.5}, {"upper_bound": 0.5})
+_WRONG_BOUNDED = (*_WRONG_DECAYED, {"lower_bound": 2.0, "upper_bound": 1.0})
 
 _SCALED_ADAM = Entry(ScaledAdam, large=("delta", "exp_avg_sq"), none_moves=True)
 # Below the median: every other step is clipped.
@@ -73,13 +62,8 @@ OPTIMIZERS = {
     "lans": Entry(
         LANS,
         {"lr": 1e-2},
-        others=(*_DECAYED, {"clip_value": 0.1}, {"lower_bound": 0.5}, {"upper_bound": 0.5}),
-        wrong=(
-            *_WRONG_DECAYED,
-            {"clip_value": 0.0},
-            {"lower_bound": 2.0, "upper_bound": 1.0},
-            {"state_dtype": "8 bits"},
-        ),
+        others=(*_DECAYED, {"clip_value": 0.1}, *_BOUNDED),
+        wrong=(*_WRONG_BOUNDED, {"clip_value": 0.0}, {"state_dtype": "8 bits"}),
     ),
     "lans-bounded": Entry(
         LANS,
@@ -94,19 +78,8 @@ OPTIMIZERS = {
     "lamb": Entry(
         LAMB,
         {"lr": 1e-2},
-        others=(
-            *_DECAYED,
-            {"max_grad_norm": 0.5},
-            {"adapt": False},
-            {"lower_bound": 0.5},
-            {"upper_bound": 0.5},
-        ),
-        wrong=(
-            *_WRONG_DECAYED,
-            {"max_grad_norm": 0.0},
-            {"adapt": None},
-            {"lower_bound": 2.0, "upper_bound": 1.0},
-        ),
+        others=(*_DECAYED, {"max_grad_norm": 0.5}, {"adapt": False}, *_BOUNDED),
+        wrong=(*_WRONG_BOUNDED, {"max_grad_norm": 0.0}, {"adapt": None}),
     ),
     # Every step is above the norm.
     "lamb-nvidia": Entry(

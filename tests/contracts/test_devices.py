@@ -15,11 +15,7 @@ from tests.covering import covering
 
 
 class Host(TorchDispatchMode):
-    """Copies of meta tensors to the host are ones: what is finite and taken there.
-
-    Args:
-        is_bad: Whether the other device says no to the step, of both devices.
-    """
+    """Copies of meta tensors to the host are ones: finite and taken, unless that device says no."""
 
     def __init__(self, is_bad=False):
         super().__init__()

@@ -1,6 +1,8 @@
-"""The balancer's rule in plain Python and float64, on a joined batch's gradients."""
+"""The balancer's rule in float64, number by number, on a joined batch's gradients."""
 
 import math
+
+import numpy as np
 
 
 class ReferenceBalancer:
@@ -59,10 +61,8 @@ class ReferenceBalancer:
             norm = self.norm(micros, name, items)
             here = self.norm(micros[-1:], name, items)
             if norm and here and math.isfinite(norm):
-                average = (self.decay * self.total[name] + norm) / (
-                    self.decay * self.mass[name] + 1
-                )
-                found[name] = average
+                mass = self.decay * self.mass[name] + 1
+                found[name] = (self.decay * self.total[name] + norm) / mass
         whole = sum(self.weights[name] for name in found)
         if not self.balance:
             return {name: self.weights[name] for name in found}
@@ -84,21 +84,10 @@ class ReferenceBalancer:
         results = []
         for end in range(1, len(micros) + 1):
             scales = self.scales(micros[:end], items)
-            results.append([_weighted(entry, scales) for entry in micros[end - 1]])
+            parts = [
+                [scales.get(name, 0.0) * np.array(rows) for name, rows in entry.items()]
+                for entry in micros[end - 1]
+            ]
+            results.append([sum(own).tolist() if own else None for own in parts])
         self.end_step(micros, items)
         return results
-
-
-def _weighted(entry, scales):
-    total = None
-    for name, rows in entry.items():
-        scale = scales.get(name, 0.0)
-        scaled = [[scale * x for x in row] for row in rows]
-        if total is None:
-            total = scaled
-        else:
-            total = [
-                [a + b for a, b in zip(p, q, strict=True)]
-                for p, q in zip(total, scaled, strict=True)
-            ]
-    return total

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.reference.codes import used
 from tests.reference.lans import Lans
 
 
@@ -25,12 +24,6 @@ class Lamb(Lans):
 
     def update(self, state: dict, x: np.ndarray, g: np.ndarray) -> np.ndarray:
         """Update of one parameter, over the learning rate."""
-        beta1, beta2 = self.betas
-        g = -g if self.maximize else g
-        t = state["t"] = state.get("t", 0) + 1
-        m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
-        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
-        v = used(state, self.betas)
-        r = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2**t)) + self.eps)
-        u = r + self.weight_decay * x
+        m, d = self.moments(state, -g if self.maximize else g)
+        u = m / d + self.weight_decay * x
         return self.ratio(x, u) * u if self.adapt else u

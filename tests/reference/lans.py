@@ -29,15 +29,20 @@ class Lans:
 
     def update(self, state: dict, x: np.ndarray, g: np.ndarray) -> np.ndarray:
         """Update of one parameter, over the learning rate."""
+        g, beta1 = self.normalized(-g if self.maximize else g), self.betas[0]
+        m, d = self.moments(state, g)
+        u_m = m / d + self.weight_decay * x
+        u_g = g / d + self.weight_decay * x
+        return beta1 * self.ratio(x, u_m) * u_m + (1 - beta1) * self.ratio(x, u_g) * u_g
+
+    def moments(self, state: dict, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Moves both; the first without its bias, and the root of the second with eps."""
         beta1, beta2 = self.betas
         t = state["t"] = state.get("t", 0) + 1
-        g = self.normalized(-g if self.maximize else g)
         m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
         state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
         d = np.sqrt(used(state, self.betas) / (1 - beta2**t)) + self.eps
-        u_m = m / (1 - beta1**t) / d + self.weight_decay * x
-        u_g = g / d + self.weight_decay * x
-        return beta1 * self.ratio(x, u_m) * u_m + (1 - beta1) * self.ratio(x, u_g) * u_g
+        return m / (1 - beta1**t), d
 
     def normalized(self, g: np.ndarray) -> np.ndarray:
         length = norm(g.ravel())

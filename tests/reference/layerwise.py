@@ -1,22 +1,16 @@
 """The rules of layer-wise scaling in plain Python."""
 
 import math
+from collections import Counter
 
 import torch
 
 
 def histogram(values):
     """Counts by binary exponent; zeros at -inf, what is not finite at inf."""
-    counts = {}
-    for value in values:
-        if not math.isfinite(value):
-            exponent = math.inf
-        elif value == 0:
-            exponent = -math.inf
-        else:
-            exponent = math.frexp(value)[1] - 1
-        counts[exponent] = counts.get(exponent, 0) + 1
-    return counts
+    finite = [value for value in values if math.isfinite(value)]
+    exponents = [math.frexp(value)[1] - 1 if value else -math.inf for value in finite]
+    return Counter(exponents + [math.inf] * (len(values) - len(finite)))
 
 
 def fates(values, scale, dtype):

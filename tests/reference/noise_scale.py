@@ -4,29 +4,18 @@ import torch
 from torch import Tensor
 
 
-def part_means(gradients: Tensor, counts: list[int]) -> Tensor:
-    """Mean gradient of each part, shape (m, d), from per-sample gradients (n, d)."""
-    return torch.stack([part.mean(0) for part in gradients.double().split(counts)])
-
-
 def signal_and_noise(
     gradients: Tensor, counts: list[int], weights: list[float]
 ) -> tuple[float, float]:
     """Solves the two expectation equations by linear algebra, loop by loop."""
-    means = part_means(gradients, counts)
+    means = [part.mean(0) for part in gradients.double().split(counts)]
     w = [x / sum(weights) for x in weights]
     mean = sum(wj * gj for wj, gj in zip(w, means, strict=True))
-    left = torch.tensor(
-        [
-            [1.0, sum(wj / n for wj, n in zip(w, counts, strict=True))],
-            [1.0, sum(wj**2 / n for wj, n in zip(w, counts, strict=True))],
-        ],
-        dtype=torch.float64,
-    )
-    right = torch.stack(
-        [sum(wj * gj.dot(gj) for wj, gj in zip(w, means, strict=True)), mean.dot(mean)]
-    )
-    signal, noise = torch.linalg.solve(left, right).tolist()
+    of_parts = sum(wj / n for wj, n in zip(w, counts, strict=True))
+    of_mean = sum(wj**2 / n for wj, n in zip(w, counts, strict=True))
+    left = torch.tensor([[1.0, of_parts], [1.0, of_mean]], dtype=torch.float64)
+    parts = sum(wj * gj.dot(gj) for wj, gj in zip(w, means, strict=True))
+    signal, noise = torch.linalg.solve(left, torch.stack([parts, mean.dot(mean)])).tolist()
     return signal, noise
 
 

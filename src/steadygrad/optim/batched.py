@@ -1,8 +1,10 @@
 """A base class for optimizers that work on same-shape parameters stacked into one tensor."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,23 +18,14 @@ from steadygrad.shards import aligned, as_shard, local
 
 @dataclass(eq=False)
 class Batch:
-    """Same-shape parameters of one group, stacked: copies, to be changed in place or assigned anew.
+    """Stacked parameters of one shape and group: copies, to be changed in place or anew."""
 
-    Attributes:
-        param: The parameters, with shape ``[n, *shape]``.
-        grad: Their gradients, with the same shape; zeros where a gradient is None.
-        state: Their state by name, with shape ``[n, ...]``.
-        names: Names of the parameters; ``params.3`` for a group's fourth that has none.
-        params: The parameters themselves.
-        has_grad: Which of them have a gradient, on the host.
-    """
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-    names: tuple[str, ...]
-    params: tuple[Tensor, ...]
-    has_grad: tuple[bool, ...]
+    param: Tensor  # the parameters, with shape `[n, *shape]`
+    grad: Tensor  # their gradients, with the same shape; zeros where a gradient is None
+    state: dict[str, Tensor]  # by name, with shape `[n, ...]`
+    names: tuple[str, ...]  # `params.3` for a group's fourth that has none
+    params: tuple[Tensor, ...]  # the parameters themselves
+    has_grad: tuple[bool, ...]  # which of them have a gradient, on the host
 
     def __len__(self) -> int:
         return len(self.params)
@@ -71,10 +64,6 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     a parameter. **Sharded parameters** (DTensors) are batched by their local parts, and state of
     that shape becomes a DTensor; a norm is that of the local part.
 
-    Args:
-        params: Parameters, named parameters, or groups of either; real and dense.
-        defaults: Options of a group that does not have its own.
-
     References:
         | BatchedOptimizer in icefall's ``optim.py``, by Daniel Povey (2022)
         | https://github.com/k2-fsa/icefall
@@ -100,61 +89,43 @@ class BatchedOptimizer(TypeKeepingOptimizer):
     ) -> Iterator[list[Batch]]:
         """Stacks a group's parameters of the same shape, type and device, and writes them back.
 
-        If the block raises, nothing is written. Gradients are off inside.
-
-        Args:
-            group: One of ``self.param_groups``.
-            none_grads: ``"zero"``: None gradients are zeros. ``"skip"``: their parameters take no
-                part, as in torch's own optimizers.
-
-        Yields:
-            The batches, in the order of their first parameters.
-
-        Raises:
-            InputError: If a gradient is sparse, or a batch has not one row for each parameter.
+        Batches come in the order of their first parameters; gradients are off inside, and if the
+        block raises, nothing is written. With ``none_grads="skip"`` parameters without a gradient
+        take no part, as in torch's own optimizers; with ``"zero"`` their gradients are zeros.
         """
         check_choice("none_grads", none_grads, ("zero", "skip"))
         with torch.no_grad():
             batches = self._collect(group, none_grads)
             yield batches
-            for batch in batches:
-                rows = (len(batch), *local(batch.params[0].detach()).shape)
-                _check_rows("param", batch.param, rows)
+            parts = [[local(p.detach()) for p in batch.params] for batch in batches]
+            for batch, own in zip(batches, parts, strict=True):
+                _check_rows("param", batch.param, (len(own), *own[0].shape))
                 for name, value in batch.state.items():
-                    _check_rows(f"state[{name!r}]", value, rows[:1])
-            for batch in batches:
-                parts = [local(p.detach()) for p in batch.params]
-                torch._foreach_copy_(parts, list(batch.param.unbind()))
+                    _check_rows(f"state[{name!r}]", value, (len(own),))
+            for batch, own in zip(batches, parts, strict=True):
+                torch._foreach_copy_(own, list(batch.param.unbind()))
                 self._store(batch)
 
     def _collect(self, group: Mapping[str, Any], none_grads: str) -> list[Batch]:
-        params, names = group["params"], names_of(group)
-        parts, kinds = [local(p.detach()) for p in params], dict[Any, list[int]]()
-        for i, (p, part) in enumerate(zip(params, parts, strict=True)):
+        kinds: dict[Any, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+        for name, p in zip(names_of(group), group["params"], strict=True):
             if none_grads == "zero" or p.grad is not None:
-                kinds.setdefault((part.shape, part.dtype, part.device), []).append(i)
+                part = local(p.detach())
+                kinds[part.shape, part.dtype, part.device].append((name, p, part))
         batches = []
-        for places in kinds.values():
-            found = [dense_gradient(params[i], names[i]) for i in places]
+        for members in kinds.values():
+            names, params, parts = zip(*members, strict=True)
+            found = map(dense_gradient, params, names)
             grads = [
-                torch.zeros_like(parts[i]) if g is None else local(aligned(g, params[i]))
-                for i, g in zip(places, found, strict=True)
+                torch.zeros_like(part) if g is None else local(aligned(g, p))
+                for g, p, part in zip(found, params, parts, strict=True)
             ]
-            batch = Batch(
-                torch.stack([parts[i] for i in places]),
-                torch.stack(grads),
-                {},
-                tuple(names[i] for i in places),
-                tuple(params[i] for i in places),
-                tuple(params[i].grad is not None for i in places),
-            )
+            has_grad = tuple(p.grad is not None for p in params)
+            batch = Batch(torch.stack(parts), torch.stack(grads), {}, names, params, has_grad)
             states = [self.state[p] for p in batch.params]
-            known = dict.fromkeys(name for state in states for name in state)
-            is_new = not known or any(len(state) < len(known) for state in states)
-            initial = self.init_state(batch) if is_new else {}
-            for name, value in initial.items():
-                _check_rows(f"state[{name!r}]", value, (len(batch),))
-            for name in {**known, **initial}:
+            are_alike = states[0] and len({*map(frozenset, states)}) == 1
+            initial = {} if are_alike else self.init_state(batch)
+            for name in dict.fromkeys(chain(*states, initial)):
                 rows = [
                     local(state[name]) if name in state else initial[name][i]
                     for i, state in enumerate(states)
@@ -164,7 +135,6 @@ class BatchedOptimizer(TypeKeepingOptimizer):
         return batches
 
     def _store(self, batch: Batch) -> None:
-        """Writes a batch's state to its parameters, in place where it fits."""
         for name, value in batch.state.items():
             for p, row in zip(batch.params, value.unbind(), strict=True):
                 state, kept = self.state[p], self.state[p].get(name)
@@ -184,9 +154,8 @@ class BatchedOptimizer(TypeKeepingOptimizer):
 
 
 def _check_rows(what: str, value: object, shape: tuple[int, ...]) -> None:
-    """Raises InputError unless a value is a tensor whose shape begins so."""
-    if not isinstance(value, Tensor) or tuple(value.shape[: len(shape)]) != shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if found[: len(shape)] != shape:
         raise InputError(
             f"Expected `{what}` of a batch to be a tensor whose shape begins with {shape}. Found "
             f"{found}. Remedy: a row for each parameter; what all share belongs into the group."

@@ -19,15 +19,13 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     So a signature is the only list of options, for users, type checkers and the optimizer alike.
     """
-    others = ("self", "params", "__class__")
-    return {name: value for name, value in arguments.items() if name not in others}
+    return {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
 
 
 def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     """Raises InputError unless the options that all optimizers share can be used."""
     check_lr(group["lr"])
-    betas = group["betas"] if betas_needed else ()
-    if not isinstance(betas, (tuple, list)) or len(betas) != betas_needed:
+    if not isinstance(betas := group["betas"], (tuple, list)) or len(betas) != betas_needed:
         raise InputError(
             f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found "
             f"{shown(betas)}. Remedy: leave it out for the defaults."
@@ -117,9 +115,8 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
         remedy = "parameter.to_dense()"
-    elif parameter.numel() and any(
-        stride == 0 and size > 1
-        for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
+    elif any(
+        n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
     ):
         remedy = "parameter.clone(), as elements share memory here"
     if remedy:

@@ -10,8 +10,7 @@ down to it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
 EARLY = (10, 20, 40)
 
 
-@dataclass(frozen=True)
-class Clipping:
+class Clipping(NamedTuple):
     """A group's memory of its norms."""
 
     norms: Any  # the last, with shape (period); step t in place t mod period
@@ -68,13 +66,18 @@ def clip(
     threshold, clipped = known.threshold, known.clipped
     early = [n for n in EARLY if n < period and not original]
     due = step % period == 0
-    for count in early:
-        due = due | (step == count)
+    for n in early:
+        due = due | (step == n)
     due = due & taken
     if may_hold(due):
         ordered = tensor_of(norms).sort().values
         ordered = cast(ordered if isinstance(norms, Tensor) else ordered.numpy(), threshold.dtype)
-        threshold = where(due, _threshold(ordered, step, scale, early), threshold)
+        found = scale * ordered[min(period - 1, period // 4 * 2)]
+        for n in early:
+            # The places of steps not yet taken hold zeros, and come first.
+            median = ordered[period - n + min(n - 1, n // 4 * 2)]
+            found = where(step == n, 2 * scale * median, found)
+        threshold = where(due, found, threshold)
         clipped = where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
     factor = 1 / (norm + 1e-20) * cast(threshold, own)
@@ -82,14 +85,3 @@ def clip(
     # Without a threshold infinity over an infinite norm is no number.
     factor = where(taken & (threshold < torch.inf), factor, 1.0)
     return Clipping(norms, threshold, clipped + (factor < 1)), factor
-
-
-def _threshold(ordered: Any, step: Any, scale: float, early: Sequence[int]) -> Any:
-    """The threshold that a step takes of sorted norms."""
-    period = len(ordered)
-    threshold = scale * ordered[min(period - 1, period // 4 * 2)]
-    for count in early:
-        # The places of steps not yet taken hold zeros, and come first.
-        median = ordered[period - count + min(count - 1, count // 4 * 2)]
-        threshold = where(step == count, 2 * scale * median, threshold)
-    return threshold

@@ -1,8 +1,8 @@
 r"""Moments in eight bits: small floating numbers with a scale for each block, rounded at random.
 
 A block is 256 elements within a row of a parameter (an entry of its first dimension, flattened),
-or a shorter row.
-Its scale :math:`s` is a power of two. With a constant :math:`c` that gives gradual underflow,
+or a shorter row. Its scale :math:`s` is a power of two. With a constant :math:`c` that gives
+gradual underflow,
 
 .. math:: q = \mathrm{round}(|x| / s + c), \qquad x \approx \pm s\, (q - c)
 
@@ -26,19 +26,16 @@ from torch.nn.functional import pad
 
 from steadygrad.shards import first_row
 
-# Elements of a block.
-BLOCK = 256
+BLOCK = 256  # elements
 # Smaller parameters keep float32: they take no memory worth saving.
 LEAST = 4096
 # So do those of short rows, each of which would have scales of its own.
 SHORTEST = 32
 # Multipliers of the step and of the parameter's place.
 STEP, PLACE = 0x85EBCA77, 0xC2B2AE3D
-# Less than 2**31, so that no product passes 63 bits.
-_MIX = 0x45D9F3B
+_MIX = 0x45D9F3B  # less than 2**31, so that no product passes 63 bits
 _MASK = 0xFFFFFFFF
-# The lowest 20 of float32's 23 digits are rounded away.
-DIGITS = 20
+DIGITS = 20  # of float32's 23, which are rounded away
 EXPONENTS = "_exponents"  # what the name of a moment's scales ends with
 
 
@@ -168,13 +165,9 @@ def _in_blocks(tensor: Tensor, row: int) -> Tensor:
     """Elements with shape ``(blocks, BLOCK)``, zeros after a row that is no multiple."""
     if row % BLOCK == 0:
         return tensor.reshape(-1, BLOCK)
-    rows = tensor.reshape(tensor.numel() // row, row)
-    return pad(rows, (0, -row % BLOCK)).view(-1, BLOCK)
+    return pad(tensor.reshape(-1, row), (0, -row % BLOCK)).view(-1, BLOCK)
 
 
 def _in_rows(blocks: Tensor, shape: Sequence[int], row: int) -> Tensor:
     """The tensor that such elements are from."""
-    if row % BLOCK == 0:
-        return blocks.reshape(shape)
-    count = -(-row // BLOCK) * BLOCK
-    return blocks.reshape(-1, count)[:, :row].reshape(shape)
+    return blocks.reshape(-1, -(-row // BLOCK) * BLOCK)[:, :row].reshape(shape)

@@ -64,7 +64,11 @@ class Report:
             "gradient_norm": sum(squares.values()) ** 0.5,
             "not_finite": [name for name, count in counts.items() if count],
             "too_large": [n for n, v in squares.items() if not counts[n] and v - v != 0],
-            **{kind: self._largest(values) for kind, values in self._values.items()},
+            **{
+                # Values that are no numbers come first.
+                kind: dict(sorted(values.items(), key=lambda x: (x[1] == x[1], -x[1]))[: self._top])
+                for kind, values in self._values.items()
+            },
             **self._clipping(),
         }
 
@@ -84,8 +88,3 @@ class Report:
             # Of the steps from the one that last took a threshold to the last one.
             "clipped": float(state["num_clipped"]) / max(1, last - max(taken) + 1),
         }
-
-    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
-        # Values that are no numbers come first.
-        ordered = sorted(values.items(), key=lambda item: (item[1] == item[1], -item[1]))
-        return dict(ordered[: self._top])

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_number
+from steadygrad._checks import InputError, check_number, check_type
 from steadygrad._names import plain_name
 
 Options = Mapping[str, Any]
@@ -70,22 +70,13 @@ def param_groups(
     Returns:
         Groups of named parameters, as every torch optimizer takes them: one for each different set
         of options, in the order of their first parameters.
-
-    Raises:
-        InputError: If a pattern matches nothing (with near names), a multiplier has no base, or
-            there is nothing to train.
     """
     named = _named_parameters(model)
-    options = {} if options is None else options
-    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
-        raise InputError(
-            f"Expected a mapping from patterns, as text, to options. Found {options!r:.80}. "
-            'Remedy: {"*.bias": {"weight_decay": 0.0}}.'
-        )
+    remedy = '{"*.bias": {"weight_decay": 0.0}}'
+    options = check_type("options", options or {}, Mapping, remedy)  # type: ignore[type-abstract]
     for pattern, wanted in options.items():
-        names = wanted if isinstance(wanted, Mapping) else [None]
         # torch's groups hold these beside options.
-        if not all(isinstance(n, str) and n not in ("params", "param_names") for n in names):
+        if not isinstance(wanted, Mapping) or {"params", "param_names"} & {*wanted}:
             raise InputError(
                 f"Expected a mapping from names of options to values for the pattern {pattern!r}, "
                 f"without params and param_names. Found {wanted!r}. "
@@ -119,8 +110,7 @@ def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_
     """Every parameter once, with its other names."""
     if isinstance(model, nn.Module):
         model = model.named_parameters(remove_duplicate=False)
-    is_list = isinstance(model, Iterable) and not isinstance(model, (Tensor, Mapping))
-    pairs: list[Any] = [*model] if is_list else [model]
+    pairs: list[Any] = [*model] if isinstance(model, Iterable) else [model]
     names: dict[Tensor, list[str]] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
@@ -129,15 +119,11 @@ def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_
                 f"{type(pair).__name__}. Remedy: the model, or its named_parameters()."
             )
         names.setdefault(pair[1], []).append(pair[0])
-    plain = [plain_name(name) for name, _ in pairs]
+    bare = {name: plain_name(name) for name, _ in pairs}
     # "module" may also be a name of the user's: only a wrapper of the whole model is in every name.
-    while plain and all(name.startswith("module.") for name in plain):
-        plain = [name.removeprefix("module.") for name in plain]
-    bare = dict(zip((name for name, _ in pairs), plain, strict=True))
-    return [
-        _Named(first, parameter, (bare[first], *(bare[name] for name in others)))
-        for parameter, (first, *others) in names.items()
-    ]
+    while bare and all(plain.startswith("module.") for plain in bare.values()):
+        bare = {name: plain.removeprefix("module.") for name, plain in bare.items()}
+    return [_Named(own[0], p, tuple(bare[name] for name in own)) for p, own in names.items()]
 
 
 def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
@@ -158,11 +144,9 @@ def _report_unmatched(pattern: str, named: list[_Named], strict: bool) -> None:
 
 def _resolve(first: str, wanted: Options, bases: Options) -> dict[str, Any]:
     """A group's final options: bases filled in, multipliers applied."""
-    given = {name: base for name, base in bases.items() if base is not None} | {**wanted}
-    group = {name: value for name, value in given.items() if name not in _MULTIPLIERS}
-    for multiplier, name in _MULTIPLIERS.items():
-        if (factor := wanted.get(multiplier)) is None:
-            continue
+    group = {name: base for name, base in bases.items() if base is not None} | {**wanted}
+    for multiplier in [name for name in _MULTIPLIERS if name in wanted]:
+        name, factor = _MULTIPLIERS[multiplier], group.pop(multiplier)
         if group.get(name) is None:
             raise InputError(
                 f"Expected a base {name} for `{multiplier}` of {first!r}. Found none. "

@@ -19,9 +19,7 @@ def unstack(
     group's clipping lies at the first parameter of the first stack. The groups are this
     optimizer's, with the same parameters in the same order; so are the states that are returned.
     """
-    is_whole = isinstance(checkpoint, Mapping) and "optimizer" in checkpoint
-    wanted = "checkpoint['optimizer']" if is_whole else "the optimizer's state_dict()"
-    check_outline(checkpoint, f"hand in {wanted}")
+    check_outline(checkpoint, "hand in the optimizer's state_dict(), checkpoint['optimizer']")
     saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:
@@ -41,14 +39,13 @@ def _unstack_group(
     group: Mapping[str, Any],
     fields: Mapping[str, StateField],
 ) -> list[dict[str, Any]]:
-    stacks: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for place, p in enumerate(group["params"]):
-        stacks[str(p.dtype), p.shape].append(place)
-    found: list[dict[str, Any]] = [{} for _ in group["params"]]
-    shared: dict[str, Any] = {}
+    params, stacks = group["params"], defaultdict[Any, list[int]](list)
+    for place, p in enumerate(params):
+        stacks[p.dtype, p.shape].append(place)
+    found, shared = [dict[str, Any]() for _ in params], dict[str, Any]()
     for members in stacks.values():
-        first, stack = indices[members[0]], state.get(indices[members[0]], {})
-        shape = (len(members), *group["params"][members[0]].shape)
+        first, like = indices[members[0]], params[members[0]]
+        stack, shape = state.get(first, {}), (len(members), *like.shape)
         if (delta := getattr(stack.get("delta"), "shape", None)) != shape:
             raise InputError(
                 f"Expected a `delta` of shape {shape} at parameter {first} of the checkpoint. "
@@ -56,20 +53,17 @@ def _unstack_group(
                 "this very model, with its parameters in the order that the optimizer got them in."
             )
         for name in set(stack) & set(fields):
-            p, field = group["params"][members[0]], fields[name]
-            value = as_tensor(name, stack[name], p)
+            field, value = fields[name], as_tensor(name, stack[name], like)
+            axis = 1 if field.length else 0
             if field.shared:
                 shared[name] = value
-                continue
-            axis = 1 if field.length else 0
-            if name != "step" and value.shape[axis : axis + 1] != shape[:1]:
-                raise damaged(name, f"of {len(members)} parameters", tuple(value.shape))
-            for row, place in enumerate(members):
-                if name == "step":
+            elif name == "step":
+                for place in members:
                     found[place][name] = value
-                elif field.elementwise:
-                    found[place][name] = value[row]
-                else:
-                    part = value[:, row].reshape(-1) if field.length else value[row].squeeze()
-                    found[place][name] = part
+            elif value.shape[axis : axis + 1] != shape[:1]:
+                raise damaged(name, f"of {len(members)} parameters", tuple(value.shape))
+            else:
+                for place, part in zip(members, value.unbind(axis), strict=True):
+                    small = part.flatten() if field.length else part.squeeze()
+                    found[place][name] = part if field.elementwise else small
     return [{**one, **shared} for one in found]

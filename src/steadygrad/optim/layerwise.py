@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -10,23 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from steadygrad._checks import InputError, check_number
+from steadygrad.optim import layerwise_rule as rule_of
 from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.layerwise_rule import (
-    LAMB_DIRECTIONS,
-    LAMB_PASSES,
-    LANS_DIRECTIONS,
-    LANS_PASSES,
-    Factors,
-    LayerwisePasses,
-    Options,
-    coefficients,
-    factors,
-    inverse_norms,
-    trust_ratio,
-)
 from steadygrad.optim.passes import Pass, cast, tensor_of, where
 from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
@@ -35,7 +22,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     """An optimizer with a trust ratio for each layer, and two sums over shards a step."""
 
     _fields: Mapping[str, StateField] = {**ADAM_FIELDS, **scales_of("exp_avg", "exp_avg_sq")}
-    _passes: LayerwisePasses
+    _passes: rule_of.LayerwisePasses
     _directions: Pass
     # Names in reports of the ratios to each direction's norm.
     _ratios: tuple[str, ...] = ("trust_ratio",)
@@ -52,11 +39,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
             )
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        high = _or(group["upper_bound"], math.inf)
+        high = _upper_bound(group)
         if group["upper_bound"] is not None:
             check_number("upper_bound", high, low=0)
-        if group["lower_bound"] is not None:
-            check_number("lower_bound", group["lower_bound"], low=0, high=high)
+        check_number("lower_bound", group["lower_bound"] or 0.0, low=0, high=high)
         for name in ("clip_value", "max_grad_norm"):
             if group.get(name) is not None:
                 check_number(name, group[name], low=0, low_open=True)
@@ -67,11 +53,11 @@ class LayerwiseOptimizer(ShardedOptimizer):
     ) -> list[Tensor]:
         """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
 
-        From sums of each over all shards, the first row of squared gradients, and the joint sum of
-        all of them, if all processes had to agree on it.
+        From sums over all shards, and the joint one, if all processes had to agree on it.
         """
         if self._normalizes:
-            return [b.sign * inverse_norms(sums[0]) for b, sums in zip(batches, norms, strict=True)]
+            pairs = zip(batches, norms, strict=True)
+            return [b.sign * rule_of.inverse_norms(sums[0]) for b, sums in pairs]
         scales = [b.number(b.sign) for b in batches]
         bounds = [b.group["max_grad_norm"] for b in batches]
         if bounds.count(None) == len(bounds):
@@ -105,39 +91,42 @@ class LayerwiseOptimizer(ShardedOptimizer):
             batch.store("step", batch.columns["step"] + batch.taken)
         work = self._work(batches, norms, joint)
         if self._is_alone:
-            both = self._passes.move_in_waves
-            in_waves = [bool(batch.tables and both.place(batch.device)) for batch in batches]
-            for one in compress(work, in_waves):
-                both(*one)
-            work = [one for one, done in zip(work, in_waves, strict=True) if not done]
-            batches = [batch for batch, _, _ in work]
+            both, left = self._passes.move_in_waves, []
+            for one in work:
+                if one[0].tables and both.place(one[0].device):
+                    both(*one)
+                else:
+                    left.append(one)
+            work, batches = left, [batch for batch, _, _ in left]
         totals = self._sums(
             batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)
         )
         for (batch, by, options), directions in zip(work, totals, strict=True):
-            self._passes.move_weights(batch, coefficients(directions, by, options), options)
+            along = rule_of.coefficients(directions, by, options)
+            self._passes.move_weights(batch, along, options)
         return ok
 
     def _work(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> list[tuple[ParamBatch, Factors, Options]]:
+    ) -> list[tuple[ParamBatch, rule_of.Factors, rule_of.Options]]:
         """Batches with the factors and the options of the pass over their moments."""
         work = []
         scales = self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
             group, (beta1, beta2) = batch.group, batch.group["betas"]
-            options = Options(
+            options = rule_of.Options(
                 beta1,
                 beta2,
                 group["eps"],
                 group["weight_decay"],
-                _or(group.get("clip_value"), math.inf),
+                group.get("clip_value") or math.inf,
                 batch.lr,
-                _or(group["lower_bound"], 0.0),
-                _or(group["upper_bound"], math.inf),
+                group["lower_bound"] or 0.0,
+                _upper_bound(group),
                 group.get("adapt", True),
             )
-            work.append((batch, factors(scale, batch.steps, batch.taken, options), options))
+            by = rule_of.factors(scale, batch.steps, batch.taken, options)
+            work.append((batch, by, options))
         return work
 
     def _diagnose(
@@ -153,7 +142,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
             weight, *lengths = directions.sqrt().unbind()
             weight = weight.clamp(options.low, options.high)
             for name, length in zip(self._ratios, lengths, strict=True):
-                report.add(name, batch, trust_ratio(weight, length))
+                report.add(name, batch, rule_of.trust_ratio(weight, length))
 
 
 class LANS(LayerwiseOptimizer):
@@ -188,16 +177,12 @@ class LANS(LayerwiseOptimizer):
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph, as in torch.
 
-    Raises:
-        InputError: If an option is out of range or a parameter is complex or sparse.
-
     References:
         | Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes
-        | (Zheng et al., 2020)
-        | https://arxiv.org/abs/2006.13484
+        | (Zheng et al., 2020), https://arxiv.org/abs/2006.13484
     """
 
-    _passes, _directions = LANS_PASSES, LANS_DIRECTIONS
+    _passes, _directions = rule_of.LANS_PASSES, rule_of.LANS_DIRECTIONS
     _ratios, _normalizes = ("trust_ratio", "gradient_trust_ratio"), True
 
     def __init__(
@@ -241,16 +226,12 @@ class LAMB(LayerwiseOptimizer):
             of norms, with a weight decay of 0.
         state_dtype, master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
-    Raises:
-        InputError: If an option is out of range or a parameter is complex or sparse.
-
     References:
         | Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
-        | (You et al., 2020)
-        | https://arxiv.org/abs/1904.00962
+        | (You et al., 2020), https://arxiv.org/abs/1904.00962
     """
 
-    _passes, _directions = LAMB_PASSES, LAMB_DIRECTIONS
+    _passes, _directions = rule_of.LAMB_PASSES, rule_of.LAMB_DIRECTIONS
 
     def __init__(
         self,
@@ -274,5 +255,5 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, options_of(locals()))
 
 
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
+def _upper_bound(group: Mapping[str, Any]) -> float:
+    return math.inf if group["upper_bound"] is None else group["upper_bound"]

@@ -1,6 +1,7 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from steadygrad.optim.codes import EXPONENTS
 from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.icefall import unstack
 from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
-from steadygrad.optim.state import SKIPPED, STEP, StateField, scales_of
+from steadygrad.optim.state import COUNT, SHARED_COUNT, StateField, scales_of
 
 RECIPES = ("zipformer", "stateless7")
 # Options of a group that the rule needs, in its order.
@@ -32,13 +33,11 @@ SIZES = {
 }
 # Those of a group's clipping; the threshold is infinite before there is one.
 CLIPPING = {
-    "model_norms": StateField(
-        length="clipping_update_period", dtype=torch.float32, low=0.0, shared=True
-    ),
+    "model_norms": replace(SHARED_COUNT, length="clipping_update_period"),
     "model_norm_threshold": StateField(
         dtype=torch.float64, low=0.0, high=torch.inf, initial=torch.inf, shared=True
     ),
-    "num_clipped": StateField(dtype=torch.float32, low=0.0, shared=True),
+    "num_clipped": SHARED_COUNT,
 }
 # Steps that a group's clipping has seen: those of a parameter stand still where it is frozen.
 CLOCK = "clipping_step"
@@ -72,9 +71,6 @@ class ScaledAdam(ShardedOptimizer):
             that of 2022, whose clipping acts on the sizes only.
         state_dtype, master_weights, foreach, fused, maximize, capturable: As in :class:`LANS`.
 
-    Raises:
-        InputError: If an option is out of range or a parameter is complex or sparse.
-
     References:
         | Zipformer: A faster and better encoder for automatic speech recognition (Yao et al., 2023)
         | https://arxiv.org/abs/2310.11230
@@ -85,14 +81,14 @@ class ScaledAdam(ShardedOptimizer):
     _first_rows = 3
     _load_remedy = "load_icefall_state_dict for icefall's, load_state_dict for this one's"
     _fields: Mapping[str, StateField] = {
-        "step": STEP,
+        "step": COUNT,
         "delta": StateField(elementwise=True),
         "exp_avg_sq": StateField(elementwise=True, low=0.0),
         **scales_of("delta", "exp_avg_sq"),
         **SIZES,
-        "skipped": SKIPPED,
+        "skipped": SHARED_COUNT,
         **CLIPPING,
-        CLOCK: StateField(dtype=torch.float32, low=0.0, shared=True),
+        CLOCK: SHARED_COUNT,
     }
 
     def __init__(
@@ -126,38 +122,29 @@ class ScaledAdam(ShardedOptimizer):
             check_number(name, group[name], low=0)
         for name in ("param_max_rms", "scalar_max"):
             check_number(name, group[name], low=0, low_open=True)
-        check_count("size_update_period", group["size_update_period"])
-        check_count("clipping_update_period", group["clipping_update_period"])
+        for name in ("size_update_period", "clipping_update_period"):
+            check_count(name, group[name])
         if group["clipping_scale"] is not None:
             check_number("clipping_scale", group["clipping_scale"], low=0, low_open=True)
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Float32; the recipe of 2022 keeps float64 for float64 parameters."""
-        if group["recipe"] == "zipformer":
-            return torch.float32
-        return super()._state_dtype(parameter, group)
+        is_current = group["recipe"] == "zipformer"
+        return torch.float32 if is_current else super()._state_dtype(parameter, group)
 
     def _kind(self, parameter: Tensor) -> bool:
         return parameter.numel() == 1
 
     @torch.no_grad()
     def load_icefall_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint of icefall's ScaledAdam.
-
-        The learning rate and other options stay those of this optimizer: icefall's schedules set
-        the rate anew at each step.
+        """Goes on from icefall's checkpoint with this optimizer's options, or changes nothing.
 
         Args:
             state_dict: ``optimizer`` entry of the checkpoint, loaded with ``weights_only=True``. It
-                does not say which recipe wrote it: give this optimizer that of the script it is
-                from.
-
-        Raises:
-            InputError: If it is of other parameters or periods; nothing is changed then.
+                does not say which recipe wrote it: give this optimizer that of its script.
         """
         own = self.state_dict()
-        found = unstack(state_dict, self.param_groups, self._fields)
-        for i, state in enumerate(found):
+        for i, state in enumerate(unstack(state_dict, self.param_groups, self._fields)):
             # Moments are numbers now, without scales.
             kept = {k: v for k, v in own["state"][i].items() if not k.endswith(EXPONENTS)}
             own["state"][i] = kept | state
@@ -187,7 +174,7 @@ class ScaledAdam(ShardedOptimizer):
 
         totals, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for one, total in zip(work, totals, strict=True):
-            one.sums = total.unbind()
+            one.sums = [*total]
         factors = clip_factors(work, self.param_groups, self.state, ok, joint)
         for one in work:
             one.apply(factors.get(id(one.group)))
@@ -207,7 +194,7 @@ class ScaledAdamStep:
     """A step of one batch of parameters, all of one element or none."""
 
     # Over all shards, each with shape `(tensors)`, once they are known.
-    sums: Sequence[Tensor]
+    sums: Sequence[Any]
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group = batch, batch.group
@@ -323,7 +310,7 @@ def clip_factors(
             original=group["recipe"] == "stateless7",
         )
         factors[id(group)] = tensor_of(factor)
-        values = [*vars(known).values(), own[CLOCK] + seen]
+        values = [*known, own[CLOCK] + seen]
         # One on each device.
         for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
             for name, value in zip(own, values, strict=True):
@@ -336,16 +323,15 @@ def clip_factors(
 
 def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     """Norm of a group's scaled gradients, with shape ``()``."""
-    device = members[0].batch.device
-    parts = [one.norm_terms(one.sums[0]) for one in members]
-    has_float64 = any(one.batch.weights[0].dtype is torch.float64 for one in members)
-    if len(members) == 1 and not has_float64:
-        return clipping.total_norm(parts[0], [])
-    # In the group's order: that of the batches may differ from process to process.
-    terms = torch.cat([tensor_of(part).to(device) for part in parts])
-    places = torch.cat([one.batch.index.to(device) for one in members])
-    params = {
-        i: p for one in members for i, p in zip(one.batch.places, one.batch.params, strict=True)
-    }
-    ordered = [params[i] for i in sorted(params)] if has_float64 else []
-    return clipping.total_norm(terms[places.argsort()], [(str(p.dtype), *p.shape) for p in ordered])
+    batches, device = [one.batch for one in members], members[0].batch.device
+    terms = members[0].norm_terms(members[0].sums[0])
+    if len(members) > 1:
+        # In the group's order: that of the batches may differ from process to process.
+        parts = [tensor_of(one.norm_terms(one.sums[0])).to(device) for one in members]
+        places = torch.cat([batch.index.to(device) for batch in batches])
+        terms = torch.cat(parts)[places.argsort()]
+    shapes = []
+    if any(batch.weights[0].dtype is torch.float64 for batch in batches):
+        params = {i: p for b in batches for i, p in zip(b.places, b.params, strict=True)}
+        shapes = [(str(params[i].dtype), *params[i].shape) for i in sorted(params)]
+    return clipping.total_norm(terms, shapes)

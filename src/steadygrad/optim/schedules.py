@@ -29,11 +29,7 @@ class _FactorLR(LRScheduler):
         return [base * factor for base, _ in zip(self.base_lrs, groups, strict=True)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; torch of another release may keep more, or less, for itself.
-
-        Raises:
-            InputError: If it is damaged; then nothing has changed.
-        """
+        """Loads a state; torch of another release may keep more, or less, for itself."""
         check_type("state_dict", state_dict, Mapping, "what state_dict() returned")  # type: ignore[type-abstract]
         like = self.state_dict()
         kept = {k: x for k, x in state_dict.items() if k in like}
@@ -76,9 +72,6 @@ class WarmupHoldDecay(_FactorLR):
             is a share of ``total_steps``. The default is that of gluon-nlp's script.
         hold: Length :math:`H` of the constant stretch, likewise.
         last_epoch: -1, or the number of the last step done, to continue without a state.
-
-    Raises:
-        InputError: If a length is out of range or warm-up and hold take more than all steps.
 
     As torch's LambdaLR it sets the rate: it follows others in a ``SequentialLR`` only.
 
@@ -146,20 +139,13 @@ class Eden(_FactorLR):
     rates are part of the state.
 
     Args:
-        optimizer: The optimizer; each group's learning rate now is its base, :math:`\eta`. Tensor
-            learning rates are written in place, without waiting for the device.
+        optimizer: As in :class:`WarmupHoldDecay`; a learning rate now is the base, :math:`\eta`.
         lr_batches: Scale :math:`B` in batches; icefall's recipes use 5000 to 7500.
         lr_epochs: Scale :math:`E` in epochs; icefall's recipes use 3.5 to 6. Any measure of data
             will do, such as hours, if ``step_epoch`` gets the same.
         warmup_batches: Batches :math:`b_w` of the linear warm-up; 0: none.
         warmup_start: Share of the learning rate that it begins at, :math:`s`.
         last_epoch: -1, or the number of the last batch done, to continue without a state.
-
-    Attributes:
-        epoch: Epochs so far.
-
-    Raises:
-        InputError: If a scale is not positive or ``warmup_start`` not in [0, 1].
 
     References:
         | Zipformer: A faster and better encoder for automatic speech recognition
@@ -180,7 +166,7 @@ class Eden(_FactorLR):
         self.lr_epochs = float(check_number("lr_epochs", lr_epochs, low=0, low_open=True))
         self.warmup_batches = float(check_number("warmup_batches", warmup_batches, low=0))
         self.warmup_start = float(check_number("warmup_start", warmup_start, low=0, high=1))
-        self.epoch = 0.0
+        self.epoch = 0.0  # so far
         super().__init__(optimizer, last_epoch)
 
     def _factor(self) -> float:
@@ -197,21 +183,15 @@ class Eden(_FactorLR):
         self._write()
 
     def step_epoch(self, epoch: float | None = None) -> None:
-        """Sets the epoch and the learning rate that goes with it; counts no batch.
+        """Sets the epochs so far, fractions allowed, and counts no batch.
 
-        Args:
-            epoch: Epochs so far, fractions allowed: 0 at the start of the first epoch. None: one
-                more than before, for a call at the end of an epoch.
+        ``epoch`` is 0 at the start of the first one. None: one more, at the end of an epoch.
         """
         self.epoch = self.epoch + 1 if epoch is None else float(check_number("epoch", epoch, low=0))
         self._write()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, of this schedule or of icefall's, which has two counters only.
-
-        Args:
-            state_dict: The dictionary that ``state_dict()`` returned, here or in icefall.
-        """
+        """Loads a state, of this schedule or of icefall's, which has two counters only."""
         if not isinstance(state_dict, Mapping) or "last_epoch" in state_dict:
             super().load_state_dict(state_dict)
             return

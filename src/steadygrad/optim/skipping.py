@@ -44,28 +44,25 @@ class SkipMonitor:
             return
         if on_host:
             self._in_a_row += 1
-            if self._in_a_row == limit:
-                self._warn(limit)
+            is_due = self._in_a_row == limit
         else:
             self._steps += 1
-            if self._steps % limit == 1 % limit:
-                for own in [c for c in counts.values() if c.device == ok.device][:1]:
-                    self._look(own, limit)
+            own = next((c for c in counts.values() if c.device == ok.device), None)
+            is_time = self._steps % limit == 1 % limit
+            is_due = is_time and own is not None and self._skips_of_an_interval(own) >= limit
+        if is_due:
+            warnings.warn(
+                f"Expected finite gradients in {self._name}. Found none in {limit} steps in a row, "
+                "which were skipped. Remedy: diagnostics() between backward and zero_grad names "
+                f"the parameters; {self._name}.warn_after_skips says after how many steps to warn.",
+                stacklevel=2,
+            )
 
-    def _look(self, skipped: Tensor, limit: int) -> None:
-        """Compares the count of an interval ago with the one before it, and copies this one."""
+    def _skips_of_an_interval(self, skipped: Tensor) -> float:
+        """What the count of an interval ago had over the one before it; copies this one."""
         before, self._last = self._last, None
         if self._copied is not None and self._copied.event.query():
             self._last = float(self._copied.numbers)
-            # Without the count of the interval before, the skips of this interval are unknown.
-            if before is not None and self._last - before >= limit:
-                self._warn(limit)
         self._copied = HostCopy(skipped)
-
-    def _warn(self, limit: int) -> None:
-        warnings.warn(
-            f"Expected finite gradients in {self._name}. Found none in {limit} steps in a row, "
-            "which were skipped. Remedy: diagnostics() between backward and zero_grad names the "
-            f"parameters; {self._name}.warn_after_skips says after how many steps to warn.",
-            stacklevel=2,
-        )
+        # Without both counts the skips of an interval are unknown.
+        return 0.0 if before is None or self._last is None else self._last - before

@@ -16,22 +16,9 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, shown
 from steadygrad.numerics import exact, wide
+from steadygrad.optim import codes
 from steadygrad.optim.checks import check_names, check_options, check_parameter
-from steadygrad.optim.codes import (
-    EXPONENTS,
-    FIRST,
-    HIGH,
-    LOW,
-    SECOND,
-    decode,
-    encode,
-    first_element,
-    is_coded,
-    row_of,
-    seeds_at,
-    shape_of,
-)
-from steadygrad.shards import as_shard, is_sharded, local, shared_out
+from steadygrad.shards import as_shard, local, shared_out
 
 Options = Mapping[str, Any]
 
@@ -59,25 +46,25 @@ class StateField:
         if self.elementwise:
             return tuple(parameter.shape)
         if self.scales:
-            return shape_of(parameter)
+            return codes.shape_of(parameter)
         return (group[self.length],) if self.length else ()
 
 
-STEP = StateField(dtype=torch.float32, low=0.0)
-SKIPPED = StateField(dtype=torch.float32, low=0.0, shared=True)
+COUNT = StateField(dtype=torch.float32, low=0.0)
+SHARED_COUNT = replace(COUNT, shared=True)
 # The averages of the gradient and of its square, beside both counts.
 ADAM_FIELDS = {
-    "step": STEP,
+    "step": COUNT,
     "exp_avg": StateField(elementwise=True),
     "exp_avg_sq": StateField(elementwise=True, low=0.0),
-    "skipped": SKIPPED,
+    "skipped": SHARED_COUNT,
 }
 
 
 def scales_of(*moments: str) -> dict[str, StateField]:
     """States for the scales of moments that may be kept in eight bits."""
-    scale = StateField(dtype=torch.uint8, low=LOW, high=HIGH)
-    return {name + EXPONENTS: replace(scale, scales=name) for name in moments}
+    scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH)
+    return {name + codes.EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
 def ensure_master(parameter: Tensor, state: dict[str, Any], group: Options) -> None:
@@ -98,14 +85,7 @@ class TypeKeepingOptimizer(Optimizer):
         """Makes the states that parameters lack."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group and the state of its parameters.
-
-        Args:
-            param_group: ``params``, and options that differ from the defaults.
-
-        Raises:
-            InputError: If an option is wrong or a parameter is complex or sparse.
-        """
+        """Adds a group and the state of its parameters, or neither."""
         if "named_params" in param_group and "params" not in param_group:
             # As icefall's get_parameter_groups_with_lrs makes them.
             param_group = {**param_group, "params": param_group["named_params"]}
@@ -119,7 +99,7 @@ class TypeKeepingOptimizer(Optimizer):
                 check_parameter(parameter, name)
             self._fill_state()
         except BaseException:
-            # Whatever it is, such as no memory for the states, or a warning that is an error.
+            # Such as no memory for the states, or a warning that is an error.
             for parameter in self.param_groups.pop()["params"]:
                 self.state.pop(parameter, None)
             raise
@@ -127,14 +107,7 @@ class TypeKeepingOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, every tensor in its own type and as a copy on its parameter's device.
-
-        Args:
-            state_dict: The dictionary that ``state_dict()`` returned, on any device.
-
-        Raises:
-            ValueError: If it is of other groups or another optimizer; nothing is changed then.
-        """
+        """Loads all of a state or none, each tensor in its own type and copied to its device."""
         # Hooks may make a state dict of what has another outline, and torch copies it for them.
         if not hasattr(state_dict, "copy"):
             check_outline(state_dict)
@@ -178,7 +151,6 @@ class TypeKeepingOptimizer(Optimizer):
         """Raises InputError if a parameter cannot have a state that was saved with a group."""
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
-        """A loaded tensor as it is kept."""
         return value.detach().to(parameter.device, copy=True)
 
 
@@ -209,22 +181,21 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _kept_as(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
         """Type that a state has in memory, which is a code's if it is a moment in eight bits."""
-        is_code = name + EXPONENTS in self._fields and is_coded(parameter, group)
+        is_code = name + codes.EXPONENTS in self._fields and codes.is_coded(parameter, group)
         return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
         """A parameter's state before its first step, masters aside."""
         found = {}
         for name, field in self._fields.items():
-            dtype, device = self._dtype_of(name, parameter, group), parameter.device
+            dtype, device = self._kept_as(name, parameter, group), parameter.device
             shape = field.shape(parameter, group)
             if field.elementwise:
-                dtype = self._kept_as(name, parameter, group)
                 found[name] = torch.zeros_like(parameter, dtype=dtype)
             elif field.scales:
-                if is_coded(parameter, group):
+                if codes.is_coded(parameter, group):
                     own = len(local(parameter)), shape[1]
-                    scales = torch.full(own, LOW, dtype=dtype, device=device)
+                    scales = torch.full(own, codes.LOW, dtype=dtype, device=device)
                     found[name] = as_shard(scales, parameter, shape)
             elif not (field.sized_only and parameter.numel() == 1):
                 found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
@@ -232,22 +203,22 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
         """Makes codes of moments or numbers of codes, as the options and the parameter ask for."""
-        is_wanted = is_coded(parameter, group)
+        is_wanted = codes.is_coded(parameter, group)
         for name, field in self._fields.items():
             if not field.scales or (name in state) is is_wanted:
                 continue
-            moment, row = state[field.scales], row_of(parameter)
-            code = SECOND if self._field(field.scales).low == 0.0 else FIRST
+            moment, row = state[field.scales], codes.row_of(parameter)
+            code = codes.SECOND if self._fields[field.scales].low == 0.0 else codes.FIRST
             if is_wanted:
                 moment = shared_out(moment.to(parameter.device, torch.float32), parameter)
                 place = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                seed = seeds_at(place, place, place + first_element(parameter)).squeeze(1)
-                codes, exponents = encode(local(moment), seed, row, code)
-                exponents = exponents.view(-1, shape_of(parameter)[1])
-                state[name] = as_shard(exponents, parameter, shape_of(parameter))
-                found = codes
+                first = place + codes.first_element(parameter)
+                seed = codes.seeds_at(place, place, first).squeeze(1)
+                found, exponents = codes.encode(local(moment), seed, row, code)
+                shape = field.shape(parameter, group)
+                state[name] = as_shard(exponents.view(-1, shape[1]), parameter, shape)
             else:
-                found = decode(local(moment), local(state.pop(name)), row, code)
+                found = codes.decode(local(moment), local(state.pop(name)), row, code)
             # In memory of its own, laid out as before: loops take no other.
             part = torch.empty_like(local(moment), dtype=found.dtype).copy_(found)
             state[field.scales] = as_shard(part, moment, moment.shape)
@@ -273,16 +244,15 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                         state[name] = value.to(p.device)
                 state.update(shared.setdefault(p.device, {name: state[name] for name in names}))
         known = {p for group in self.param_groups for p in group["params"]}
-        if len(self.state) > len(known):
-            for p in [p for p in self.state if p not in known]:
-                del self.state[p]
+        for p in {*self.state} - known:
+            del self.state[p]
 
     def _check_groups(self) -> None:
         """Checks the options, which anybody may have changed since the last step."""
-        lengths = [(name, f.length) for name, f in self._fields.items() if f.length]
+        rings = {name: field.length for name, field in self._fields.items() if field.length}
         for group in self.param_groups:
             self._check_group(group)
-            for name, option in lengths:
+            for name, option in rings.items():
                 states = (self.state[p] for p in group["params"])
                 length = next((len(s[name]) for s in states if name in s), group[option])
                 if length != group[option]:
@@ -302,7 +272,6 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         return found
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
-        # To the type it is kept in, should it have been saved in another.
         dtype, field = self._kept_as(name, parameter, group), self._field(name)
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if field.elementwise or field.scales else value
@@ -321,20 +290,25 @@ class StatefulOptimizer(TypeKeepingOptimizer):
                 whose = "the parameter's " if field.elementwise else ""
                 raise damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
             # Codes without scales, or scales of numbers, would be taken for what they are not.
-            is_code = name in scales or name + EXPONENTS in state
+            is_code = name in scales or name + codes.EXPONENTS in state
             if is_code is not (value.dtype is torch.uint8):
                 kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                raise damaged(name, f"of {kind}", f"{value.dtype}")
-            if not is_code or field.scales:
-                # In the type that it is kept in, where a larger number is infinite.
-                own = local(value).detach().to(self._dtype_of(name, parameter, group))
-                _check_values(name, own, field)
-            is_shared_out = field.elementwise or field.scales
-            mesh = getattr(parameter, "device_mesh", None)
-            if is_sharded(value) and not (is_shared_out and value.device_mesh == mesh):
+                raise damaged(name, f"of {kind}", value.dtype)
+            # In the type that it is kept in, where a larger number is infinite.
+            dtype = torch.uint8 if is_code else self._dtype_of(name, parameter, group)
+            own = local(value).detach().to(dtype)
+            if own.numel() and not own.is_meta:
+                least, largest = (float(x) for x in torch.aminmax(own))
+                # A comparison with NaN is false.
+                if not field.low <= least <= largest <= field.high:
+                    wanted = f"of numbers from {field.low:g} to {field.high:g}"
+                    raise damaged(name, wanted, f"values from {least:g} to {largest:g}")
+            mesh = getattr(value, "device_mesh", None)
+            like = parameter if field.elementwise or field.scales else None
+            if mesh not in (None, getattr(like, "device_mesh", None)):
                 raise InputError(
                     f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
-                    f"Found a DTensor on {value.device_mesh}. Remedy: value.full_tensor()."
+                    f"Found a DTensor on {mesh}. Remedy: value.full_tensor()."
                 )
         self._bring_into_form(parameter, group, state)
 
@@ -352,8 +326,7 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
         fits = len({*keys}) == len(keys) and {*map(type, keys)} <= {int, str}
         for group in groups:
             names = group.get("param_names") or [""] * len(group["params"])
-            fits &= isinstance(names, list) and {*map(type, names)} <= {str}
-            fits &= len(names) == len(group["params"])
+            fits &= isinstance(names, list) and [*map(type, names)] == [str] * len(group["params"])
         fits &= all(isinstance(each, Mapping) for each in [*groups, *states])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
         # The last two are tensors'.
@@ -372,12 +345,12 @@ def _check_order(groups: Sequence[Options], saved: Sequence[Options]) -> None:
         [name for group in some for name in group.get("param_names") or ()]
         for some in (groups, saved)
     )
-    if names != others and sorted(names) == sorted(others):
-        name, other = next(pair for pair in zip(names, others, strict=True) if len({*pair}) > 1)
-        raise InputError(
-            f"Expected the state of {name!r} in its place. Found that of {other!r}. "
-            "Remedy: build the optimizer from the parameters in the order of the state dict."
-        )
+    for name, other in zip(names, others, strict=False):
+        if name != other and sorted(names) == sorted(others):
+            raise InputError(
+                f"Expected the state of {name!r} in its place. Found that of {other!r}. "
+                "Remedy: build the optimizer from the parameters in the order of the state dict."
+            )
 
 
 def as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
@@ -391,15 +364,6 @@ def as_tensor(name: str, value: Any, parameter: Tensor) -> Tensor:
         if is_dense and is_number and (parameter.is_meta or not value.is_meta):
             return value
     raise damaged(name, "that is a number, or a dense tensor with values", shown(value))
-
-
-def _check_values(name: str, value: Tensor, field: StateField) -> None:
-    if value.numel() and not value.is_meta:
-        least, largest = (float(x) for x in torch.aminmax(value))
-        # A comparison with NaN is false.
-        if not field.low <= least <= largest <= field.high:
-            wanted = f"of numbers from {field.low:g} to {field.high:g}"
-            raise damaged(name, wanted, f"values from {least:g} to {largest:g}")
 
 
 def damaged(name: str, expected: str, found: Any) -> InputError:

@@ -1,6 +1,5 @@
 """The graphs up to y and on to the losses: nests, heads, hooks, compiled code, derivatives."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -61,18 +60,11 @@ WRAPPED = {
 }
 
 
-@pytest.fixture
-def quiet_compiler():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
-        yield
-
-
 @pytest.mark.parametrize("call", ["backward", "fork", "fork inside"])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.usefixtures("quiet_compiler")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_models_that_are_checkpointed_or_compiled(call, wrapped):
+    torch._dynamo.reset()
     model, plain, balancer = make_model(), make_model(), LossBalancer(WEIGHTS)
     go_back(LossBalancer(WEIGHTS), plain(draw(4, 5)))
     x = draw(4, 5).requires_grad_()
@@ -86,17 +78,11 @@ def test_models_that_are_checkpointed_or_compiled(call, wrapped):
     assert mass_of(balancer).tolist() == [1.0, 1.0, 1.0]
 
 
-def trunk_and_heads():
-    torch.manual_seed(1)
-    trunk = nn.Sequential(nn.Linear(7, 7), nn.Tanh()).double()
-    heads = {k: nn.Linear(7, 1).double() for k in ("a", "b")}
-    return trunk, heads
-
-
 @pytest.mark.parametrize("options", [{}, {"retain_graph": True}], ids=["freed", "kept"])
 def test_graphs_are_freed_unless_they_are_asked_for(options):
     """Of a loss that stands apart, and of two that share a trunk."""
-    trunk, heads = trunk_and_heads()
+    trunk = nn.Sequential(nn.Linear(7, 7), nn.Tanh()).double()
+    heads = {k: nn.Linear(7, 1).double() for k in ("a", "b")}
     y = draw(4, 7).requires_grad_().exp()
     features = trunk(y)
     losses = {"c": (y**3).mean(), **{k: heads[k](features).mean() for k in heads}}
@@ -143,15 +129,13 @@ def test_nothing_is_read_from_the_device(call, options):
     assert len(watch.waits) == 1
 
 
-def from_upstream(y, z, decoder):
-    return 1e-3 * z.square().mean() + y.mean()
+BESIDE = {
+    "upstream": lambda y, z, decoder: 1e-3 * z.square().mean() + y.mean(),
+    "a weight": lambda y, z, decoder: F.linear(y, decoder.weight).mean(),
+}
 
 
-def from_a_weight(y, z, decoder):
-    return F.linear(y, decoder.weight).mean()
-
-
-@pytest.mark.parametrize("beside", [from_upstream, from_a_weight], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_gradient_that_would_reach_the_model_beside_y(beside):
     torch.manual_seed(0)
     encoder, decoder, critic = (nn.Linear(n, m).double() for n, m in ((5, 7), (7, 7), (7, 1)))

@@ -6,21 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.truth import exact
-from benchmarks.truth.exact import (
-    critical_batch,
-    expected_curve,
-    overhead,
-    scratch,
-)
+from benchmarks.truth.exact import critical_batch, expected_curve, overhead, scratch
 from benchmarks.truth.worlds import FAMILIES, train
 
 SMALL = {"size": 6, "horizon": 4 * 1024}
 QUADRATIC = replace(FAMILIES["quadratic"], **SMALL, lr=0.05, noise=1.0)
 REGRESSION = replace(FAMILIES["regression"], **SMALL, lr=0.05, noise=0.5, scale=2.0)
-ADAM = replace(FAMILIES["adam"], **SMALL, lr=0.02)
-ADAM_REGRESSION = replace(FAMILIES["adam-regression"], **SMALL, lr=0.02)
+ADAMS = [replace(FAMILIES[name], **SMALL, lr=0.02) for name in ("adam", "adam-regression")]
 EDGE = replace(FAMILIES["edge"], **SMALL)
-ALL = [QUADRATIC, REGRESSION, ADAM, ADAM_REGRESSION, EDGE]
+ALL = [QUADRATIC, REGRESSION, *ADAMS, EDGE]
 
 
 def rate(world, size):

@@ -11,6 +11,7 @@ from torch import nn
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.estimate import empty_ring, estimate_from, push, skipped_in
+from tests.contracts.problems import hooks_of
 from tests.rounding import assert_close
 from tests.unit.noise.training_loop import (
     COUNTS,
@@ -107,9 +108,6 @@ def test_groups_are_measured_and_frozen_weights_are_not():
     assert {*whole.by_group} == {"weight", "bias"}
 
 
-# In the geometry of an optimizer
-
-
 def preconditioner(model, optimizer):
     """The root of the second moment plus eps of every parameter, flat, from the definitions."""
     rows, group = [], optimizer.param_groups[0]
@@ -181,9 +179,6 @@ def test_nothing_is_measured_before_the_optimizer_has_state():
     assert noise.estimate().measurements.item() == 1
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -197,27 +192,16 @@ def test_nothing_is_measured_before_the_optimizer_has_state():
         ({"drift": "yes"}, "drift"),
         ({"samples": 0}, "samples"),
         ({"samples": "4"}, "samples"),
+        ({"model": [nn.Linear(2, 2)]}, "`model`"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "`model`"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "`model`"),
     ],
 )
 def test_bad_arguments(options, message):
-    model = nn.Linear(2, 2)
+    arguments = {"model": nn.Linear(2, 2), **options}
     with pytest.raises(InputError, match=message):
-        NoiseScale(model, **options)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-
-
-@pytest.mark.parametrize(
-    "model",
-    [[nn.Linear(2, 2)], nn.Linear(2, 2, device="meta"), nn.Linear(2, 2).requires_grad_(False)],
-    ids=["a list", "on meta", "frozen"],
-)
-def test_what_cannot_be_measured(model):
-    with pytest.raises(InputError, match="`model`"):
-        NoiseScale(model)
-
-
-# Over many steps: known truth, forgetting, saving, going on, drifting
+        NoiseScale(**arguments)
+    assert not any(hooks_of(m) for m in [arguments["model"]] if isinstance(m, nn.Module))
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -306,9 +290,6 @@ def test_an_overflowed_step_is_left_out_and_counted():
     # The one measurement's weight, 0.99 now, is divided out again: a rounding where numbers cancel.
     assert_close(noise.estimate().as_dict(), expected, rel=1e-12)
     assert (before["measurements"], left_out(noise)) == (1, (1, 0))
-
-
-# Drift
 
 
 def test_while_it_drifts_the_estimate_is_of_the_newest_measurements():

@@ -40,9 +40,9 @@ def pairs(dtype=torch.float64):
     return [*parameters(dtype), *parameters(dtype)]
 
 
-def started(dtype=torch.float64, **options):
-    params = pairs(dtype)
-    optimizer = Momentum(params, **options)
+def started():
+    params = pairs()
+    optimizer = Momentum(params)
     run(optimizer, params, [0])
     return params, optimizer, optimizer.param_groups[0]
 
@@ -59,36 +59,27 @@ def test_equals_torchs_own_to_the_bit(at_once):
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("way", ["file", "deepcopy"])
-def test_resumes_to_the_bit(at_once, way):
-    straight = pairs()
-    run(Momentum(straight, at_once=at_once), straight, range(10))
-    params = pairs()
-    first = Momentum(params, at_once=at_once)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_resumes_to_the_bit(at_once, way, dtype):
+    """With state of digits that the parameters' 16 bits cannot hold."""
+    options = {"at_once": at_once, "state_dtype": torch.promote_types(dtype, torch.float32)}
+    straight, params = pairs(dtype), pairs(dtype)
+    run(Momentum(straight, **options), straight, range(10))
+    first = Momentum(params, **options)
     run(first, params, range(5))
     kept = snapshot(first, params)
     if way == "deepcopy":
         others, second = copy.deepcopy((params, first))
-        second.none_grads = "zero"  # torch copies groups and state only
+        # torch copies groups and state only.
+        second.none_grads, second.state_dtype = first.none_grads, first.state_dtype
     else:
         others = [nn.Parameter(p.detach().clone()) for p in params]
-        second = Momentum(others, at_once=at_once)
+        second = Momentum(others, **options)
         second.load_state_dict(reloaded(first.state_dict()))
     run(second, others, range(5, 10))
     assert_same(others, straight)
     # What was loaded is a copy.
     assert_same(snapshot(first, params), kept)
-
-
-def test_state_keeps_its_own_type_through_a_load():
-    params, optimizer, _ = started(torch.bfloat16, state_dtype=torch.float32)
-    for p in params:
-        optimizer.state[p]["velocity"].mul_(1 + 2**-13)  # digits that 16 bits cannot hold
-    want = [optimizer.state[p]["velocity"].clone() for p in params]
-    assert not torch.equal(want[0], want[0].bfloat16().float())
-    others = pairs(torch.bfloat16)
-    loaded = Momentum(others, state_dtype=torch.float32)
-    loaded.load_state_dict(optimizer.state_dict())
-    assert_same([loaded.state[p]["velocity"] for p in others], want)
 
 
 def test_a_none_gradient_counts_as_zeros():

@@ -117,9 +117,11 @@ def test_a_tensor_learning_rate_is_the_same_written_in_place_and_not_read(make):
 OTHERS = {"lans": lambda o: WarmupHoldDecay(o, 9), "eden": lambda o: Eden(o, 1, 1)}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lans", torch.tensor), ("eden", float)])
-def test_resume_is_exact(name, kind):
-    """From a file, which holds the base rates and all scales."""
+@pytest.mark.parametrize(
+    ("name", "kind", "other"), [("lans", torch.tensor, float), ("eden", float, torch.tensor)]
+)
+def test_resume_is_exact(name, kind, other):
+    """From a file, which holds the base rates and all scales; as tensors or numbers."""
 
     def advanced(steps):
         optimizer = make_optimizer(kind(0.3), 0.7)
@@ -131,21 +133,12 @@ def test_resume_is_exact(name, kind):
     want = advanced(22)[-1]
     optimizer, schedule, _ = advanced(7)
     saved = reloaded([optimizer.state_dict(), schedule.state_dict()])
-    optimizer = make_optimizer(kind(9.0), 9.0)
+    optimizer = make_optimizer(other(9.0), 9.0)
     schedule = OTHERS[name](optimizer)
     optimizer.load_state_dict(saved[0])
     schedule.load_state_dict(saved[1])
     assert schedule.base_lrs == pytest.approx([0.3, 0.7])
     assert advance(optimizer, schedule, 15) == want[7:]
-
-
-@pytest.mark.parametrize("kinds", [(float, torch.tensor), (torch.tensor, float)])
-def test_rates_of_a_state_may_be_tensors_or_numbers(kinds):
-    optimizers = [make_optimizer(kind(0.3)) for kind in kinds]
-    saved, loads = (WarmupHoldDecay(optimizer, 10) for optimizer in optimizers)
-    advance(optimizers[0], saved, 1)
-    loads.load_state_dict(saved.state_dict())
-    assert (loads.last_epoch, float(loads.base_lrs[0])) == (1, pytest.approx(0.3))
 
 
 def test_a_state_without_its_count_is_refused():

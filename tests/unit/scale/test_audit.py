@@ -46,10 +46,6 @@ def reached(model):
     return model[0][0](model[0](torch.ones(2, 6))).sum()
 
 
-def in_a_row():
-    return nn.Sequential(linear(), block())
-
-
 def inside():
     return nn.Sequential(nn.Sequential(block(), block()))
 
@@ -60,7 +56,7 @@ REFUSED = {
     "tied, automatic, not from one": (Head, loss_of, AutoScale(scale=2.0), "'embed'"),
     "tied, fixed at two": (Head, loss_of, {"embed": LayerScale(2.0, fixed=True)}, "'embed.weight'"),
     "penalty": (Head, penalty, {"block": 8.0}, "'block.weight'"),
-    "kept": (in_a_row, kept, {"1": 8.0}, "'1.lin.weight'"),
+    "kept": (lambda: nn.Sequential(linear(), block()), kept, {"1": 8.0}, "'1.lin.weight'"),
     "reached": (inside, reached, {"0": 8.0, "0.0": 2.0}, "'0'"),
 }
 

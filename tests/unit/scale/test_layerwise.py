@@ -188,14 +188,13 @@ def test_the_scale_of_every_parameter():
     assert scaler.parameter_scales(inside)().tolist() == [1.0] * 3
 
 
-RULE = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3}
 FIRST = 3000.1  # no power of two: the roundings must be the same too
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_steps_scales_and_skips_are_torchs(fused, unscale):
-    rule = RULE | {"init_scale": FIRST}
+    rule = {"growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3, "init_scale": FIRST}
     if fused and not unscale:
         # Here torch lets the optimizer divide, which rounds otherwise than its own unscale_ does.
         rule = {"init_scale": 2.0**12, "growth_interval": 3}
