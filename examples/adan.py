@@ -88,8 +88,7 @@ def factors(batch: ParamBatch, options: Options) -> Factors:
 
 def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     m, v, n, previous = bucket.moments
-    (taken,) = bucket.each(torch.bool, by.taken)
-    sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by[1:])
+    taken, sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by)
     decay1, decay2, decay3, forget = decays_of(bucket, (*options[:3], 0.0), taken)
     g = bucket.sanitized(taken, m.dtype).mul_(sign)
     change = (g - previous).mul_(follows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.buckets import Bucket, bucket_of, places_of
+from steadygrad.optim.buckets import line, places_of
 from steadygrad.optim.checks import TYPES, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, seeds_at
 from steadygrad.optim.passes import Types, addresses_of, sync_masters
@@ -60,7 +60,8 @@ class ParamBatch:
     in_step: Tensor
     taken: Tensor  # whether each takes the step, once that is decided
     grads: list[Tensor | None]  # local; None: the parameter takes no part
-    buckets: list[Bucket]  # what multi-tensor calls work on together
+    # What calls work on together: places, on the device as well with their elements if several.
+    buckets: list[tuple[list[int], tuple[Tensor, Tensor] | None]]
     # One over the loss scale, which multiplies every gradient that is read: squares of gradients
     # with a loss scale may be past float32 where the scaler finds nothing. None: there is none.
     inverse_scale: Tensor | None
@@ -107,9 +108,11 @@ class ParamBatch:
         # What calls work on together, and where each parameter is in the sums of these, on the
         # device; None: at its own place.
         together = [] if tables else places_of(self)
-        self._bucketed, places = [bucket_of(self, own) for own in together], [*chain(*together)]
+        self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
         order = sorted(range(len(places)), key=places.__getitem__)
         self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
+        self._shared = {*chain(*(own for own in together if len(own) > 1))}
+        self.moments = tuple(map(self._lines, self.moments))
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Tensor | None = None
@@ -183,8 +186,23 @@ class ParamBatch:
             sync_masters(self._own, self._masters)
         pairs = zip(in_step, grads, self._own, strict=True)
         self.grads = [self._for_calls(g, own) if works else None for works, g, own in pairs]
-        self.buckets = [one for kept in self._bucketed for one in kept.in_step(self)]
+        self.weights, self.grads = self._lines(self.weights), self._lines(self.grads)
+        self.buckets = self._bucketed
+        if not {*map(type, self.grads)} <= {Tensor, type(None)}:
+            # A wrapped gradient is no part of a flat tensor.
+            self.buckets = [([i], None) for places, _ in self._bucketed for i in places]
         return True
+
+    def _bucket(self, places: list[int]) -> "tuple[list[int], tuple[Tensor, Tensor] | None]":
+        """Places of a bucket; if they are several, on the device as well, with their elements."""
+        sizes = [self.weights[i].numel() for i in places]
+        index, counts = (torch.tensor(n, device=self.device) for n in (places, sizes))
+        return places, (index, counts) if len(places) > 1 else None
+
+    def _lines(self, tensors: Sequence[Any]) -> list[Any]:
+        """Tensors with those that share a bucket as views with a single axis, where it goes."""
+        pairs = enumerate(tensors)
+        return [line(t) if i in self._shared and t is not None else t for i, t in pairs]
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""

@@ -141,8 +141,7 @@ def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
 def _directions(
     bucket: Bucket, by: Factors, options: Options, *, has_two: bool, moves: bool
 ) -> Tensor:
-    (taken,) = bucket.each(torch.bool, by.taken)
-    scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by[1:])
+    taken, scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by)
     g, last = _scaled(bucket, taken, scale, options.clip_value), None
     if moves:
         average(bucket, g, (options.beta1, options.beta2), taken)
@@ -159,11 +158,10 @@ def _directions(
 
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
-    scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by[1:])
-    if has_two or bucket.codes is not None:
-        (taken,) = bucket.each(torch.bool, by.taken)
+    taken, scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by)
+    if has_two or bucket.coded:
         u = _scaled(bucket, taken, scale, options.clip_value)
-    if bucket.codes is not None:
+    if bucket.coded:
         # The pass before this one left them as they were.
         average(bucket, u, (options.beta1, options.beta2), taken)
     m = bucket.moments[0]

@@ -211,14 +211,13 @@ def _update(
     root = by.second_moment.sqrt()
     along_g = by.gradient / root * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    columns = by.clip, options.eps / root, along_g, along_p, by.taken
-    clip, eps, along_g, along_p, moves = bucket.each(v.dtype, *columns)
-    (taken,) = bucket.each(torch.bool, by.taken)
+    columns = by.taken, by.clip, options.eps / root, along_g, along_p
+    taken, clip, eps, along_g, along_p = bucket.each(v.dtype, *columns)
     # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
     g = bucket.sanitized(taken, v.dtype).mul_(clip)
     add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
-    d = roots(bucket, v if bucket.codes is None else torch.maximum(v, bucket.floors()))
+    d = roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
     g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
     _add_size_step(g.mul_(along_g), bucket, along_p)
@@ -228,7 +227,7 @@ def _update(
     if options.before < torch.inf:
         _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    p.add_(delta * moves)
+    p.add_(delta * taken.to(v.dtype))
     if options.after < torch.inf:
         _bound_(p, taken, options.after)
     bucket.keep_moments()
@@ -241,7 +240,7 @@ def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
     # weight with no axis would not bring about.
     own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
-    if bucket.codes is None:
+    if not bucket.coded:
         move.addcmul_(own, factor)
     else:
         move.add_(own.mul_(factor))
