@@ -100,7 +100,7 @@ def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     del g, change  # Two temporaries at a time, no more.
     u = (m * along_m).addcmul_(n, along_n)
     u.div_((v * unbias3).sqrt_().add_(options.eps))
-    bucket.keep_moments()
+    bucket.keep_moments(by.taken)
     move_by(bucket, keep, u)
 
 

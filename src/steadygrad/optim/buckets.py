@@ -7,7 +7,7 @@ worked on where and as it lies, with factors of shape ``()``.
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,10 +56,9 @@ class Bucket:
         self._moments: tuple[Tensor, ...] | None = None
 
     def _of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        is_in = self._batch.grads
-        return [
-            tensors[i] if is_in[i] is not None else tensors[i].new_empty(0) for i in self._places
-        ]
+        works = [self._batch.grads[i] is not None for i in self._places]
+        none = tensors[0] if all(works) else tensors[self._places[0]].new_empty(0)
+        return [tensors[i] if own else none for i, own in zip(self._places, works, strict=True)]
 
     @property
     def weights(self) -> Tensor:
@@ -74,10 +73,9 @@ class Bucket:
         if self._moments is None:
             states = self._states
             if self.coded:
-                kinds = zip(states, self._scales, CODES, strict=True)
                 states = [
-                    [decode(*one, code) for one in zip(*pair, self._rows, strict=True)]
-                    for *pair, code in kinds
+                    [decode(*one, code) for one in zip(own, exponents, self._rows, strict=True)]
+                    for own, exponents, code in zip(states, self._scales, CODES, strict=True)
                 ]
             self._moments = tuple(map(_flat, states))
         return self._moments
@@ -139,31 +137,26 @@ class Bucket:
         """Writes weights to the parameters' own."""
         self._keep([self.own], [self.weights])
 
-    def keep_moments(self) -> None:
-        """Writes moments to the parameters' own, unless they are codes."""
+    def keep_moments(self, taken: Tensor) -> None:
+        """Writes moments to the parameters' own; as codes those that take the step, a column."""
         if not self.coded:
             self._keep(self._states, self.moments)
+        # Of numbers there are no scales.
+        kinds = zip(self._states, self._scales, self.moments, CODES, strict=False)
+        seeds: Any = self._batch.seeds
+        for own, exponents, moment, code in kinds:
+            given = zip(self._places, own, exponents, self.parts(moment), self._rows, strict=True)
+            for i, *kept, numbers, row in given:
+                new = encode(numbers, seeds[:, i], row, code)
+                for old, found in zip(kept, new, strict=True):
+                    old.copy_(torch.where(taken[i], found.view_as(old), old))
 
     def _keep(self, kept: Iterable[Sequence[Tensor]], moved: Iterable[Tensor]) -> None:
         # A parameter alone is moved where it lies.
         if self._lengths is not None:
             pairs = zip(chain(*kept), chain(*map(self.parts, moved)), strict=True)
-            found = [
-                (t, part if t.ndim == 1 else part.view_as(t)) for t, part in pairs if len(part)
-            ]
-            torch._foreach_copy_(*map(list, zip(*found, strict=True)))
-
-    def keep_codes(self, taken: Tensor) -> None:
-        """Rounds moments to their codes, of parameters that take the step, from a column."""
-        seeds = self._batch.seeds
-        assert seeds is not None
-        for *kept, moment, code in zip(
-            self._states, self._scales, self.moments, CODES, strict=True
-        ):
-            given = zip(self._places, *kept, self.parts(moment), self._rows, strict=True)
-            for i, *own, numbers, row in given:
-                for old, new in zip(own, encode(numbers, seeds[:, i], row, code), strict=True):
-                    old.copy_(torch.where(taken[i], new.view_as(old), old))
+            found = [(t, p if t.ndim == 1 else p.view_as(t)) for t, p in pairs if len(p)]
+            torch._foreach_copy_([t for t, _ in found], [part for _, part in found])
 
 
 def places_of(batch: "ParamBatch") -> list[list[int]]:

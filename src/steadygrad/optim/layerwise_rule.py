@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import square_sums
+from steadygrad.optim.buckets import Bucket
 from steadygrad.optim.passes import (
-    Bucket,
     Pass,
     average,
     clamp,
@@ -145,6 +145,8 @@ def _directions(
     g, last = _scaled(bucket, taken, scale, options.clip_value), None
     if moves:
         average(bucket, g, (options.beta1, options.beta2), taken)
+    if moves and not bucket.coded:
+        bucket.keep_moments(by.taken)
     m, x, d = bucket.moments[0], bucket.weights, _denominator(bucket, unbias2, options)
     if has_two:
         g.div_(d).add_(x, alpha=options.weight_decay)
@@ -168,6 +170,8 @@ def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two
     u = u.mul_(along_g).addcmul_(m, along_m) if has_two else m * along_m
     u.div_(_denominator(bucket, unbias2, options))
     move_by(bucket, keep, u)
+    if bucket.coded:
+        bucket.keep_moments(by.taken)
 
 
 def _scaled(bucket: Bucket, taken: Tensor, scale: Tensor, clip_value: float) -> Tensor:
@@ -202,10 +206,8 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     passes = LayerwisePasses(
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),
-        Pass(
-            weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second, True
-        ),
-        Pass(weights, 0, f"{loops}waves_kernel", constants, writes=True, in_waves=True),
+        Pass(weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second),
+        Pass(weights, 0, f"{loops}waves_kernel", constants, in_waves=True),
     )
     return passes, Pass(directions, rows)
 

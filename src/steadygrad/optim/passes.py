@@ -45,7 +45,6 @@ class Pass:
     constants: tuple[Any, ...] = ()  # what else the maker is given
     kernel: str = ""  # where its kernel is, "module:name"; empty: it has none
     columns: int = 0  # factors that the kernel is given
-    writes: bool = False  # whether it moves moments that are codes
     in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
@@ -63,20 +62,17 @@ class Pass:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
             given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
             return runtime_of(batch.device).run(*given)
-        parts = [self._on(Bucket(batch, *own), by, options) for own in batch.buckets]
+        parts: list[Any] = []
+        for places, lengths in batch.buckets:
+            if any(batch.grads[i] is not None for i in places):
+                parts.append(self.function(Bucket(batch, places, lengths), by, options))
+            else:
+                dtype, shape = wide(batch.weights[0].dtype), (self.rows, len(places))
+                parts.append(torch.zeros(shape, dtype=dtype, device=batch.device))
         if not self.rows:
             return None
         sums = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return sums if batch.order is None else sums.index_select(1, batch.order)
-
-    def _on(self, bucket: Bucket, by: Any, options: Any) -> Tensor | None:
-        if not any(bucket.sizes):
-            own = bucket.own[0]
-            return own.new_zeros((self.rows, len(bucket.own)), dtype=wide(own.dtype))
-        sums = self.function(bucket, by, options)
-        if self.writes and bucket.coded:
-            bucket.keep_codes(by[0])
-        return sums
 
     def place(self, device: torch.device) -> str:
         """Place of its loop or kernel for a device; empty: it has none."""
@@ -133,7 +129,6 @@ def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken:
     else:
         m.add_(gradient * (1 - betas[0]))
     add_squares(bucket, v, gradient, 1 - betas[1])
-    bucket.keep_moments()
 
 
 # For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's

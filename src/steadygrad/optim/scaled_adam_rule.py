@@ -230,7 +230,7 @@ def _update(
     p.add_(delta * taken.to(v.dtype))
     if options.after < torch.inf:
         _bound_(p, taken, options.after)
-    bucket.keep_moments()
+    bucket.keep_moments(by.taken)
     bucket.keep_weights()
     return products
 
@@ -262,6 +262,5 @@ update = Pass(
     f"{_LOOPS}update_kernel",
     kernel=f"{_KERNELS}update",
     columns=len(StepScales._fields),
-    writes=True,
 )
-update_by_known = Pass(partial(_update, known=True), writes=True)
+update_by_known = Pass(partial(_update, known=True))
