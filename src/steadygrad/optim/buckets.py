@@ -166,22 +166,18 @@ def places_of(batch: "ParamBatch") -> list[list[int]]:
     temporaries of the largest parameter, or of ``BUCKET``.
     """
     sizes, is_cpu = [weight.numel() for weight in batch.weights], batch.device.type == "cpu"
-    room, single = TOGETHER if is_cpu else max(*sizes, BUCKET) // 8, batch.group["foreach"] is False
+    room = TOGETHER if is_cpu else max(*sizes, BUCKET) // 8
+    most = -1 if batch.group["foreach"] is False else LARGEST if is_cpu else room
     # A wrapper is worked on as it is.
-    alone = [
-        single or n > (LARGEST if is_cpu else room) or type(weight.detach()) is not Tensor
-        for n, weight in zip(sizes, batch.weights, strict=True)
-    ]
-    buckets = [[i] for i, is_alone in enumerate(alone) if is_alone]
-    for kind in (False, True):
-        left = 0
-        for i, n in enumerate(sizes):
-            if not alone[i] and batch.coded[i] is kind:
-                if n > left:
-                    buckets.append([])
-                    left = room
-                buckets[-1].append(i)
-                left -= n
+    pairs, left = zip(sizes, batch.weights, strict=True), room
+    alone = [n > most or type(weight.detach()) is not Tensor for n, weight in pairs]
+    kinds, buckets = [*zip(alone, batch.coded, strict=True)], list[list[int]]()
+    for i in sorted(range(len(sizes)), key=kinds.__getitem__):
+        if alone[i] or not buckets or sizes[i] > left or kinds[i] != kinds[buckets[-1][0]]:
+            buckets.append([])
+            left = room
+        buckets[-1].append(i)
+        left -= sizes[i]
     return buckets
 
 
