@@ -95,7 +95,8 @@ class ParamBatch:
                     # Replace only the memory: the user may hold a reference to the state tensor.
                     state[name].data = row
         self._kept = self._state_tensors()
-        self.moments = tuple([local(state[name]) for state in states] for name in large)
+        moments = tuple([local(state[name]) for state in states] for name in large)
+        self.moments: tuple[list[Tensor], ...] = moments
         self.coded = [moment.dtype is torch.uint8 for moment in self.moments[0]]
         # In place of those that there are none of: the moments, whose memory is there as well.
         self.scales = tuple(
@@ -112,7 +113,7 @@ class ParamBatch:
         order = sorted(range(len(places)), key=places.__getitem__)
         self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
         self._shared = {*chain(*(own for own in together if len(own) > 1))}
-        self.moments = tuple(map(self._lines, self.moments))
+        self.moments = tuple(map(self._lines, moments))
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Tensor | None = None
@@ -130,9 +131,7 @@ class ParamBatch:
         self._dtypes, self._shapes = [p.dtype for p in self._own], [p.shape for p in self._own]
         self._strides = [p.stride() for p in self._own]
         self._contiguous = all(map(Tensor.is_contiguous, self._own))
-        self._large = [
-            t for tensors in (*self.moments, *self.scales, self._masters) for t in tensors
-        ]
+        self._large = [t for tensors in (*moments, *self.scales, self._masters) for t in tensors]
         self._states = [*self._large, *(s[name] for name in small for s in states)]
         self._sizes, self._addresses = [t.numel() for t in self._large], addresses_of(self._states)
         for table in tables:
