@@ -89,8 +89,7 @@ def factors(batch: ParamBatch, options: Options) -> Factors:
 
 def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     m, v, n, previous = bucket.moments
-    (taken,) = bucket.each(torch.bool, by.taken)
-    sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by[1:])
+    taken, sign, follows, along_m, along_n, unbias3, keep = bucket.each(bucket.dtype, *by)
     decay1, decay2, decay3, forget = decays_of(bucket, (*options[:3], 0.0), taken)
     g = bucket.sanitized(taken, m.dtype).mul_(sign)
     change = (g - previous).mul_(follows)
@@ -102,7 +101,7 @@ def _move(bucket: Bucket, by: Factors, options: Options) -> None:
     del g, change  # Two temporaries at a time, no more.
     u = (m * along_m).addcmul_(n, along_n)
     u.div_((v * unbias3).sqrt_().add_(options.eps))
-    bucket.keep_moments()
+    bucket.keep_moments(by.taken)
     move_by(bucket, keep, u)
 
 

@@ -135,8 +135,8 @@ def test_no_mode_needs_more_than_two_temporaries(entry, dtype, masters, foreach)
             assert BUCKET < memory.peak <= count * BUCKET * wide + 64 * 1024
 
 
-# Without torch's own two, for profilers.
-MOST = {"lans": 248, "lamb": 198, "scaled_adam-clipped": 298}
+# Without the two for profilers, which are torch's.
+MOST = {"lans": 250, "lamb": 200, "scaled_adam-clipped": 300}
 
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())

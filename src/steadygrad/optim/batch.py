@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.buckets import Bucket, bucket_of, places_of
+from steadygrad.optim.buckets import line, places_of
 from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, seeds_at
 from steadygrad.optim.passes import (
@@ -70,7 +70,8 @@ class ParamBatch:
     in_step: Any
     taken: Any  # whether each takes the step, once that is decided
     grads: list[Tensor | None]  # local; None: the parameter takes no part
-    buckets: list[Bucket]  # what multi-tensor calls work on together
+    # What calls work on together: places, on the device as well with their elements if several.
+    buckets: list[tuple[list[int], tuple[Tensor, Tensor] | None]]
     # One over the loss scale, which multiplies every gradient that is read: squares of gradients
     # with a loss scale may be past float32 where the scaler finds nothing. None: there is none.
     inverse_scale: Tensor | None
@@ -107,7 +108,8 @@ class ParamBatch:
                     # Replace only the memory: the user may hold a reference to the state tensor.
                     state[name].data = row
         self.columns = {name: self.column(column) for name, column in columns.items()}
-        self.moments = tuple([local(state[name]) for state in states] for name in large)
+        moments = tuple([local(state[name]) for state in states] for name in large)
+        self.moments: tuple[list[Tensor], ...] = moments
         self.coded = [moment.dtype is torch.uint8 for moment in self.moments[0]]
         # In place of those that there are none of: the moments, whose memory is there as well.
         self.scales = tuple(
@@ -120,9 +122,11 @@ class ParamBatch:
         # What calls work on together, and where each parameter is in the sums of these, on the
         # device; None: at its own place.
         together = [] if tables else places_of(self)
-        self._bucketed, places = [bucket_of(self, own) for own in together], [*chain(*together)]
+        self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
         order = sorted(range(len(places)), key=places.__getitem__)
         self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
+        self._shared = {*chain(*(own for own in together if len(own) > 1))}
+        self.moments = tuple(map(self._lines, moments))
         self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Any = None
@@ -139,7 +143,7 @@ class ParamBatch:
         # What must stay for the batch to be used again.
         self._kept = self._state_tensors()
         # Whoever exchanges a parameter's states by their memory exchanges these as well.
-        self._watched = [*chain(*self.moments, *self.scales, self._masters)]
+        self._watched = [*chain(*moments, *self.scales, self._masters)]
         self._watched += [state["step"] for state in states]
         self._layouts, self._shapes = [*map(_layout, self._own)], [p.shape for p in self._own]
         self._contiguous, self._places = self._are_contiguous(), self._addresses()
@@ -216,8 +220,23 @@ class ParamBatch:
             sync_masters(self._own, self._masters)
         pairs = zip(in_step, grads, self._own, strict=True)
         self.grads = [self._for_calls(g, own) if works else None for works, g, own in pairs]
-        self.buckets = [one for kept in self._bucketed for one in kept.in_step(self)]
+        self.weights, self.grads = self._lines(self.weights), self._lines(self.grads)
+        self.buckets = self._bucketed
+        if not {*map(type, self.grads)} <= {Tensor, type(None)}:
+            # A wrapped gradient is no part of a flat tensor.
+            self.buckets = [([i], None) for places, _ in self._bucketed for i in places]
         return True
+
+    def _bucket(self, places: list[int]) -> "tuple[list[int], tuple[Tensor, Tensor] | None]":
+        """Places of a bucket; if they are several, on the device as well, with their elements."""
+        sizes = [self.weights[i].numel() for i in places]
+        index, counts = (torch.tensor(n, device=self.device) for n in (places, sizes))
+        return places, (index, counts) if len(places) > 1 else None
+
+    def _lines(self, tensors: Sequence[Any]) -> list[Any]:
+        """Tensors with those that share a bucket as views with a single axis, where it goes."""
+        pairs = enumerate(tensors)
+        return [line(t) if i in self._shared and t is not None else t for i, t in pairs]
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import square_sums
+from steadygrad.optim.buckets import Bucket
 from steadygrad.optim.passes import (
-    Bucket,
     Pass,
     average,
     clamp,
@@ -142,11 +142,12 @@ def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
 def _directions(
     bucket: Bucket, by: Factors, options: Options, *, has_two: bool, moves: bool
 ) -> Tensor:
-    (taken,) = bucket.each(torch.bool, by.taken)
-    scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by[1:])
+    taken, scale, unbias1, unbias2 = bucket.each(bucket.dtype, *by)
     g, last = _scaled(bucket, taken, scale, options.clip_value), None
     if moves:
         average(bucket, g, (options.beta1, options.beta2), taken)
+    if moves and not bucket.coded:
+        bucket.keep_moments(by.taken)
     m, x, d = bucket.moments[0], bucket.weights, _denominator(bucket, unbias2, options)
     if has_two:
         g.div_(d).add_(x, alpha=options.weight_decay)
@@ -160,17 +161,18 @@ def _directions(
 
 
 def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two: bool) -> None:
-    scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by[1:])
-    if has_two or bucket.codes is not None:
-        (taken,) = bucket.each(torch.bool, by.taken)
+    taken, scale, unbias2, along_m, along_g, keep = bucket.each(bucket.dtype, *by)
+    if has_two or bucket.coded:
         u = _scaled(bucket, taken, scale, options.clip_value)
-    if bucket.codes is not None:
+    if bucket.coded:
         # The pass before this one left them as they were.
         average(bucket, u, (options.beta1, options.beta2), taken)
     m = bucket.moments[0]
     u = u.mul_(along_g).addcmul_(m, along_m) if has_two else m * along_m
     u.div_(_denominator(bucket, unbias2, options))
     move_by(bucket, keep, u)
+    if bucket.coded:
+        bucket.keep_moments(by.taken)
 
 
 def _scaled(bucket: Bucket, taken: Tensor, scale: Tensor, clip_value: float) -> Tensor:
@@ -205,10 +207,8 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
     passes = LayerwisePasses(
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),
-        Pass(
-            weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second, True
-        ),
-        Pass(weights, 0, f"{loops}waves_kernel", constants, writes=True, in_waves=True),
+        Pass(weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second),
+        Pass(weights, 0, f"{loops}waves_kernel", constants, in_waves=True),
     )
     return passes, Pass(directions, rows)
 

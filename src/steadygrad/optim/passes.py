@@ -6,7 +6,7 @@ pass is a function of multi-tensor calls. It may have a compiled loop that does 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ class Pass:
     constants: tuple[Any, ...] = ()  # what else the maker is given
     kernel: str = ""  # where its kernel is, "module:name"; empty: it has none
     columns: int = 0  # factors that the kernel is given
-    writes: bool = False  # whether it moves moments that are codes
     in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
@@ -65,20 +64,17 @@ class Pass:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
             given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
             return runtime_of(batch.device).run(*given)
-        parts = [self._on(replace(bucket), by, options) for bucket in batch.buckets]
+        parts: list[Any] = []
+        for places, lengths in batch.buckets:
+            if any(batch.grads[i] is not None for i in places):
+                parts.append(self.function(Bucket(batch, places, lengths), by, options))
+            else:
+                dtype, shape = wide(batch.weights[0].dtype), (self.rows, len(places))
+                parts.append(torch.zeros(shape, dtype=dtype, device=batch.device))
         if not self.rows:
             return None
         sums = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return sums if batch.order is None else sums.index_select(1, batch.order)
-
-    def _on(self, bucket: Bucket, by: Any, options: Any) -> Tensor | None:
-        if not any(bucket.sizes):
-            own = bucket.own[0]
-            return own.new_zeros((self.rows, len(bucket.own)), dtype=wide(own.dtype))
-        sums = self.function(bucket, by, options)
-        if self.writes and bucket.codes is not None:
-            bucket.keep_codes(by[0])
-        return sums
 
     def place(self, device: torch.device) -> str:
         """Place of its loop or kernel for a device; empty: it has none."""
@@ -147,12 +143,11 @@ def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken:
     decay1, decay2 = decays_of(bucket, betas, taken)
     m.mul_(decay1)
     v.mul_(decay2)
-    if bucket.codes is None:
+    if not bucket.coded:
         m.add_(gradient, alpha=1 - betas[0])
     else:
         m.add_(gradient * (1 - betas[0]))
     add_squares(bucket, v, gradient, 1 - betas[1])
-    bucket.keep_moments()
 
 
 # For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
@@ -161,7 +156,7 @@ def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken:
 
 def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> None:
     """Adds squares of a tensor, times a factor."""
-    if bucket.codes is None:
+    if not bucket.coded:
         total.addcmul_(more, more, value=factor)
     else:
         total.add_((more * more).mul_(factor))
@@ -169,7 +164,7 @@ def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> N
 
 def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
     """Square roots."""
-    if bucket.codes is None:
+    if not bucket.coded:
         return tensor.sqrt()
     # Vectorised roots in float32 are off by a last digit now and then.
     return tensor.to(exact(tensor.device)).sqrt_().to(tensor.dtype)
@@ -178,7 +173,7 @@ def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
 def second_moment(bucket: Bucket, betas: tuple[float, float]) -> Tensor:
     """Second moment that a step goes by: not too small for the codes, or for the first one."""
     m, v = bucket.moments[:2]
-    if bucket.codes is None:
+    if not bucket.coded:
         return v
     least = (m * m).mul_(least_ratio(*betas))
     return torch.maximum(torch.maximum(least, bucket.floors(), out=least), v, out=least)

@@ -220,14 +220,13 @@ def _update(
     bias = root(by.second_moment)
     along_g = by.gradient / bias * (1 - options.beta1)
     along_p = by.weight * (1 - options.beta1)
-    columns = by.clip, options.eps / bias, along_g, along_p, by.taken
-    clip, eps, along_g, along_p, moves = bucket.each(v.dtype, *columns)
-    (taken,) = bucket.each(torch.bool, by.taken)
+    columns = by.taken, by.clip, options.eps / bias, along_g, along_p
+    taken, clip, eps, along_g, along_p = bucket.each(v.dtype, *columns)
     # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
     g = bucket.sanitized(taken, v.dtype).mul_(clip)
     add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
-    d = roots(bucket, v if bucket.codes is None else torch.maximum(v, bucket.floors()))
+    d = roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
     g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
     _add_size_step(g.mul_(along_g), bucket, along_p)
@@ -237,10 +236,10 @@ def _update(
     if options.before < torch.inf:
         _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    p.add_(delta * moves)
+    p.add_(delta * taken.to(v.dtype))
     if options.after < torch.inf:
         _bound_(p, taken, options.after)
-    bucket.keep_moments()
+    bucket.keep_moments(by.taken)
     bucket.keep_weights()
     return products
 
@@ -250,7 +249,7 @@ def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
     # weight with no axis would not bring about.
     own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
-    if bucket.codes is None:
+    if not bucket.coded:
         move.addcmul_(own, factor)
     else:
         move.add_(own.mul_(factor))
@@ -272,6 +271,5 @@ update = Pass(
     f"{_LOOPS}update_kernel",
     kernel=f"{_KERNELS}update",
     columns=len(StepScales._fields),
-    writes=True,
 )
-update_by_known = Pass(partial(_update, known=True), writes=True)
+update_by_known = Pass(partial(_update, known=True))
