@@ -309,9 +309,9 @@ class ShardedOptimizer(StatefulOptimizer):
     def _table(self, types: Types, members: list[int], params: Sequence[Tensor]) -> Any:
         own, device = [params[i] for i in members], params[0].device
         rows = [row_of(p) for p in own] if types[2] is torch.uint8 else ()
-        states = len(self._large) * (2 if rows else 1)
-        more = (rows, members) if BACKENDS[device.type] == "loops" else (device,)
-        return runtime_of(device).Table([local(p).numel() for p in own], types, states, *more)
+        given = [local(p).numel() for p in own], types, len(self._large) * (2 if rows else 1)
+        more = () if BACKENDS[device.type] == "loops" else (device,)
+        return runtime_of(device).Table(*given, rows, members, *more)
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
@@ -324,9 +324,6 @@ class ShardedOptimizer(StatefulOptimizer):
             return None
         if (why := loops.why_none(device)) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
-            if types and types[2] is torch.uint8 and BACKENDS[device.type] == "kernels":
-                loops.warn_once(name, "there are none for moments in eight bits")
-                return None
             if types is None:
                 if fused:
                     layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
