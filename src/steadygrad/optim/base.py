@@ -318,7 +318,7 @@ class ShardedOptimizer(StatefulOptimizer):
     ) -> Types | None:
         """Types for which loops or kernels take a parameter; None: multi-tensor calls do."""
         name, fused, device = type(self).__name__, group["fused"], parameter.device
-        is_default = fused is None and group["foreach"] is None and device.type == "cpu"
+        is_default = fused is None and group["foreach"] is None and device.type in BACKENDS
         # Torch's own compiler writes kernels of its own.
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
@@ -332,8 +332,7 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"a parameter of {layout}, its gradient or a state is not in plain memory",
                     )
                 return None
-            needed, states = self._needed(device), len(self._large)
-            if (why := loops.prepare(needed, types, states, device)) is None:
+            if (why := loops.prepare(self, types, device)) is None:
                 return types
         # A rule that has no loops has nothing to miss.
         if fused or all(one.loop for one in self._passes):

@@ -190,21 +190,29 @@ def assembled(kernel, **constants):
     tables = [i for i, name in enumerate(own) if signature[name][0] == "*"]
     aligned = {(i,): [["tt.divisibility", 16]] for i in tables}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    target, options = GPUTarget("cuda", 90, 32), dict(enable_fp_fusion=False)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
 
 types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
+types += [(tl.float32, tl.float32, tl.uint8, tl.float32)]
+types += [(tl.bfloat16, weight, tl.uint8, tl.bfloat16) for weight in (tl.float32, tl.bfloat16)]
 for kind in types:
     typed = dict(zip(("grad", "weight", "state", "param"), kind))
+    fields = 7 if kind[2] == tl.uint8 else 5
     for one in [*LANS_PASSES[:3], *LAMB_PASSES[1:3], sums, update]:
         body = named(one.kernel)
         # A launch reads it, which raises where a local name is also that of a kernel's part.
         assert body.cache_key
         own = dict(body=body, columns=one.columns, rows=one.rows, has_two=one.constants == (True,))
         for aligned in (True, False):
-            ptx = assembled(pass_kernel, fields=5, block=1024, aligned=aligned, **typed, **own)
+            ptx = assembled(pass_kernel, fields=fields, block=1024, aligned=aligned, **typed, **own)
             # 16 bytes at a time, and nothing spilled to memory.
             assert aligned == bool(re.search(r"ld\\.global\\.v[24]", ptx)), one.kernel
             assert ".local" not in ptx, one.kernel
+            # Each operation is rounded by itself, and what goes into codes to the last digit.
+            assert "fma.rn.f32" not in ptx, one.kernel
+            if one is update:
+                assert not re.search(r"(sqrt|div)\\.(approx|full)", ptx), one.kernel
 for KINDS["found"] in ("*fp32", "*fp64"):
     assembled(sum_kernel)
 print("compiled")

@@ -17,13 +17,22 @@ from steadygrad.optim.kernels.memory import (
 
 
 @triton.jit
+def _slope(
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, state: tl.constexpr
+) -> Any:
+    """A block's scaled gradients."""
+    g = read_gradient(places[0], here, options[5]).to(state)
+    return bounded(g * by[1].to(state), options[4].to(state))
+
+
+@triton.jit
 def _moved(
-    places: tl.tuple, options: tl.tuple, here: tl.tuple, scale: tl.tensor, state: tl.constexpr
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, state: tl.constexpr
 ) -> Any:
     """A block's scaled gradients, moments with them, and second moments to go by."""
-    beta1, beta2, _eps, _decay, bound, _scale = cast(options, state)
+    beta1, beta2, _eps, _decay, _bound, _scale = cast(options, state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    slope = bounded(read_gradient(places[0], here, options[5]).to(state) * scale, bound)
+    slope = _slope(places, by, options, here, state)
     m, v, floor = read_moments(places, here)
     m, v = beta1 * m + rest1 * slope, beta2 * v + rest2 * (slope * slope)
     # As in `codes.least_ratio`.
@@ -40,11 +49,11 @@ def move_moments(
     """Moves a block of the moments, unless they are codes; squares of the weight and directions."""
     coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
     state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
-    _taken, scale, unbias1, unbias2 = cast(by, state)
+    unbias1, unbias2 = by[2].to(state), by[3].to(state)
     _beta1, _beta2, eps, decay, _bound, _scale = cast(options, state)
-    slope, m, v, enough = _moved(places, options, here, scale, state)
+    slope, m, v, enough = _moved(places, by, options, here, state)
     if not coded:
-        write_moments(places, here, m, v)
+        write_moments(places, here, by, m, v)
     x = read_weight(places[1], places[-1], here).to(state)
     d = tl.sqrt(enough * unbias2) + eps
     u_m = m * unbias1 / d + decay * x
@@ -61,21 +70,20 @@ def move_weights(
     places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
 ) -> Any:
     """Moves a block of the weights, of the parameters that are their roundings, and of codes."""
-    at_g, at_x, at_p = places[0], places[1], places[-1]
+    at_x, at_p = places[1], places[-1]
     coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
     state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
-    _taken, scale, unbias2, along_m, along_g, _keep = cast(by, state)
-    _beta1, _beta2, eps, _decay, bound, _scale = cast(options, state)
+    unbias2, along_m, along_g = by[2].to(state), by[3].to(state), by[4].to(state)
     if coded:
-        slope, m, v, enough = _moved(places, options, here, scale, state)
-        write_moments(places, here, m, v)
+        slope, m, v, enough = _moved(places, by, options, here, state)
+        write_moments(places, here, by, m, v)
     else:
         m, enough, slope = read(places[2], here), read(places[3], here), 0.0
         if has_two:
-            slope = bounded(read_gradient(at_g, here, options[5]).to(state) * scale, bound)
+            slope = _slope(places, by, options, here, state)
     x, step = read(at_x, here), along_m * m
     if has_two:
         step += along_g * slope
-    d, keep = tl.sqrt(enough * unbias2) + eps, by[5].to(x.dtype)
+    d, keep = tl.sqrt(enough * unbias2) + options[2].to(state), by[5].to(x.dtype)
     write_weight(at_x, at_p, here, keep * x - step / d)
     return ()

@@ -4,9 +4,9 @@ Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
 
 A place is a pointer to where a tensor begins. A block, ``here``, is a tuple of its chunk's first
 element in the tensor, offsets in the chunk, which of them there are, whether all memory starts at
-multiples of 16 bytes, and whether some elements may not be there; of codes also its numbers and
-which there are, and the random bits' start and slope. Both flags are constants only as long as no
-name without an annotation is given to them.
+multiples of 16 bytes, and whether some may not be there; then, for codes, numbers of their blocks
+and which there are. Both flags are constants only as long as no name without an annotation is given
+to them.
 """
 
 from typing import Any
@@ -76,7 +76,8 @@ def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
 def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
     """Addresses of the elements of a block."""
     start = place + here[0]
-    if here[3]:
+    # What is read under a mask is read one by one.
+    if here[3] and not here[4]:
         start = tl.multiple_of(start, 16)
     return start + here[1]
 

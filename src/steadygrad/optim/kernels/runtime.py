@@ -19,7 +19,7 @@ from torch import Tensor
 from steadygrad.optim import codes
 from steadygrad.optim.checks import is_capturing
 from steadygrad.optim.kernels.codes import BLOCK as CODES
-from steadygrad.optim.kernels.codes import blocks_at, chunk_at, elements_at, lanes_of, seeds_of
+from steadygrad.optim.kernels.codes import lanes_of, without_gaps
 from steadygrad.optim.kernels.memory import GRAD, PARAM, STATES, WEIGHT, factors_of, places_of
 from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
 
@@ -189,7 +189,9 @@ def run(
     factors = torch.stack([*by]).to(torch.float64) if len(by) else first.partial_sums
     numbers = [float(x) for x in options[:MOST_OPTIONS]]
     for table in tables:
-        table.run(one, factors, numbers, first.one if inverse_scale is None else inverse_scale, found)
+        table.run(
+            one, factors, numbers, first.one if inverse_scale is None else inverse_scale, found
+        )
     return found
 
 
@@ -236,8 +238,9 @@ def pass_kernel(
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
     member, line = tl.load(row + 3), tl.load(row + 4)
+    coded: tl.constexpr = state == tl.uint8
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
-    by = factors_of(factors, tensors, member, columns)
+    by = factors_of(factors, tensors, member, columns + 2 if coded and columns > 1 else columns)
     options = (
         tl.full((), option0, tl.float64),
         tl.full((), option1, tl.float64),
@@ -246,7 +249,6 @@ def pass_kernel(
         tl.full((), option4, tl.float64),
         tl.load(inverse_scale).to(tl.float64),
     )
-    coded: tl.constexpr = state == tl.uint8
     # A last digit of a sum may change a code.
     is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64 or coded
     exact: tl.constexpr = tl.float64 if is_wide else tl.float32
@@ -254,39 +256,30 @@ def pass_kernel(
     for _ in tl.static_range(rows):
         totals += (tl.zeros(lanes.shape, exact),)
     # Sums over gradients, which have one factor at most, are of all tensors.
-    there, seeds = length >= 0, (0, 0)
+    there = length >= 0
     if columns > 1:
         there = by[0] != 0
-        if coded:
-            seeds = seeds_of(factors, tensors, member, columns)
     if there:
-        chunk, full = chunk_at(first, line, coded), length // block * block
+        full = length // block * block
         if coded:
             # Rows of whole blocks lie in memory as if they were one.
             full = tl.where(line % CODES == 0, full, 0)
-        for begin in range(0, full, block):
-            blocks = blocks_at(first, begin, length, block)
-            # Without a name: a block's flags would be constants no more.
-            more = body(
-                places,
-                by,
-                options,
-                (chunk[0], begin + lanes, lanes >= 0, aligned, False, blocks, seeds),
-                has_two,
-            )
-            totals = _added(totals, more, rows)
-        for begin in range(full, length, block):
-            blocks = blocks_at(first, begin, length, block)
-            offsets, inside = elements_at(chunk, line, begin, lanes, coded)
-            inside &= begin + lanes < length
-            more = body(
-                places,
-                by,
-                options,
-                (chunk[0], offsets, inside, aligned and not coded, True, blocks, seeds),
-                has_two,
-            )
-            totals = _added(totals, more, rows)
+        for partial in tl.static_range(2):
+            begin, stop = (full, length) if partial else (0, full)
+            for start in range(begin, stop, block):
+                blocks = start + tl.arange(0, block // CODES) * CODES
+                numbers, known = first // CODES + blocks // CODES, blocks < length
+                at, inside = without_gaps(start + lanes, numbers, line, coded and partial)
+                inside &= start + lanes < length
+                # Without a name: a block's flags would be constants no more.
+                more = body(
+                    places,
+                    by,
+                    options,
+                    (first, at, inside, aligned, partial, numbers, known),
+                    has_two,
+                )
+                totals = _added(totals, more, rows)
     own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
     for i in tl.static_range(rows):
         tl.store(own + i * width, tl.sum(totals[i]).to(tl.float64))

@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from steadygrad.optim.kernels.codes import quotient, read_moments, root_of, used, write_moments
+from steadygrad.optim.kernels.codes import read_moments, used, write_moments
 from steadygrad.optim.kernels.memory import (
     bounded,
     cast,
@@ -53,9 +53,14 @@ def update(
     v = beta2 * v + rest2 * (slope * slope)
     # A weight that is not finite must not reach `delta` by way of zero.
     size = tl.where(along_p != 0, along_p * p.to(state), 0.0)
-    d = root_of(used(places, v, floor, floor)) + eps
-    delta = beta1 * delta + (quotient(slope, d) * along_g.to(state) + size)
-    write_moments(places, here, delta, v)
+    enough = used(places, v, floor, floor)
+    # To the last digit, which the compiler's own are not in float32.
+    if state == tl.float32:
+        step = tl.div_rn(slope, tl.sqrt_rn(enough) + eps)
+    else:
+        step = slope / (tl.sqrt(enough) + eps)
+    delta = beta1 * delta + (step * along_g.to(state) + size)
+    write_moments(places, here, by, delta, v)
     before, after = options[3].to(p.dtype), options[4].to(p.dtype)
     write_weight(at_p, at_out, here, bounded(bounded(p, before) + delta.to(p.dtype), after))
     exact: tl.constexpr = tl.float64 if coded else p.dtype
