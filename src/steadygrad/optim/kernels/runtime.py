@@ -134,9 +134,8 @@ class Table:
         factors: Tensor,
         options: Sequence[float],
         inverse_scale: Tensor,
-        found: Tensor | None,
     ) -> None:
-        """Starts a pass's kernel, and another for its sums, with shape ``(rows, batch)``."""
+        """Starts a pass's kernel; its sums are partial ones of chunks."""
         numbers = np.zeros(MOST_OPTIONS)
         numbers[: len(options)] = options
         _start(
@@ -161,9 +160,11 @@ class Table:
             # Each operation is rounded, as codes need it.
             enable_fp_fusion=False,
         )
-        if found is not None:
-            given = self.partial_sums, self.ends, found, len(self.chunks), found.shape[1]
-            _start(sum_kernel, (len(self.lengths), len(found)), self.device, *given)
+
+    def add_up(self, found: Tensor) -> None:
+        """Writes sums of the last pass over each tensor, into columns of ``(rows, batch)``."""
+        given = self.partial_sums, self.ends, found, len(self.chunks), found.shape[1]
+        _start(sum_kernel, (len(self.lengths), len(found)), self.device, *given)
 
 
 def run(
@@ -181,18 +182,17 @@ def run(
     Returns:
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
-    first, found = tables[0], None
-    if one.rows:
-        count = sum(len(table.lengths) for table in tables)
-        found = torch.empty(one.rows, count, dtype=sum_dtype, device=first.device)
     # A pass without factors is handed what it does not read.
-    factors = torch.stack([*by]).to(torch.float64) if len(by) else first.partial_sums
+    factors = torch.stack([*by]).to(torch.float64) if len(by) else tables[0].partial_sums
     numbers = [float(x) for x in options[:MOST_OPTIONS]]
+    scale = tables[0].one if inverse_scale is None else inverse_scale
+    shape = one.rows, sum(len(table.lengths) for table in tables)
+    found = torch.empty(shape, dtype=sum_dtype, device=factors.device)
     for table in tables:
-        table.run(
-            one, factors, numbers, first.one if inverse_scale is None else inverse_scale, found
-        )
-    return found
+        table.run(one, factors, numbers, scale)
+        if one.rows:
+            table.add_up(found)
+    return found if one.rows else None
 
 
 @triton.jit
@@ -314,9 +314,9 @@ def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)
     sum_dtype = torch.float64 if coded else torch.promote_types(types[1], torch.float32)
-    found = torch.empty(1, 1, dtype=sum_dtype, device=device)
     for table.aligned in (True, False):
-        table.run(one, factors, (), table.one, found)
+        table.run(one, factors, (), table.one)
+    table.add_up(torch.empty(1, 1, dtype=sum_dtype, device=device))
 
 
 def _start(
