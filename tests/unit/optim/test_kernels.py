@@ -15,12 +15,10 @@ from steadygrad.optim import LAMB, LANS, ScaledAdam, batch, loops, passes
 from tests.contracts.problems import (
     Watch,
     assert_rounded_alike,
-    assert_same,
     give_gradients,
     parameters,
     run,
     small_parameters_are_coded,  # noqa: F401
-    tensors_of,
 )
 from tests.contracts.table import OPTIMIZERS
 
@@ -127,7 +125,6 @@ def test_a_model_of_several_types(name, types, monkeypatch):
             assert not is_watched or watch.waits == []
     assert all(with_kernels(one))
     assert one.skipped == two.skipped == 1
-    assert_same(*([t for _, t in tensors_of(o) if t.dtype is U8] for o in (one, two)))
     assert_rounded_alike(one, two)
     for p in ours:
         if "master_weight" in one.state[p]:

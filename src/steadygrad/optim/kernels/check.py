@@ -12,9 +12,12 @@ from steadygrad.optim.kernels import runtime
 from steadygrad.optim.passes import Types
 from steadygrad.optim.state import StatefulOptimizer
 
-# Whatever a user chose: a rate of zero, say, would hide what weights are moved by.
+# Whatever a user chose: a rate of zero, say, would hide what moves weights. Every gradient is
+# clipped, as one at the threshold might be by one way only.
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "clip_value": 0.1, "size_update_period": 2}
-# Roundings of a tensor's largest number that sums in two orders, and two roots, may be apart.
+OPTIONS |= {"clipping_scale": 0.5, "clipping_update_period": 2}
+# Roundings that sums in two orders, and two roots, may be apart, of the largest such number: what
+# cancels keeps those of its terms.
 ROUNDINGS = 256
 
 
@@ -27,11 +30,13 @@ def difference(optimizer: StatefulOptimizer, types: Types, device: torch.device)
     with torch.inference_mode(False), torch.no_grad():
         found, expected = (_stepped(optimizer, types, device, fused) for fused in (True, False))
     # Numbers are no better than the narrowest that they are from, 16-bit weights aside.
-    is_double = types[1:3] == (torch.float64, torch.float64)
+    is_double, scales = types[1:3] == (torch.float64, torch.float64), dict[str, Tensor]()
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
+    for name, b in expected:
+        top = b.abs().double().nan_to_num(0.0, 0.0, 0.0).max()
+        scales[name] = torch.maximum(top, scales.get(name, top))
     for (name, a), (_, b) in zip(found, expected, strict=True):
-        wrong = _differs(a, b, eps)
-        if wrong.any():
+        if (wrong := _differs(a, b, eps, scales[name])).any():
             i = int(wrong.flatten().int().argmax())
             return (
                 f"`{name}` of shape {tuple(a.shape)} is {a.flatten()[i]:.9g} at {i} by kernels on "
@@ -40,17 +45,16 @@ def difference(optimizer: StatefulOptimizer, types: Types, device: torch.device)
     return None
 
 
-def _differs(found: Tensor, expected: Tensor, eps: float) -> Tensor:
-    """Elements that are further apart than roundings explain."""
+def _differs(found: Tensor, expected: Tensor, eps: float, scale: Tensor) -> Tensor:
+    """Elements that are further apart than roundings of a scale explain."""
     wrong = found != expected
     if not found.is_floating_point():
         return wrong
-    a, b, own = found.double(), expected.double(), torch.finfo(found.dtype).eps
+    apart, own = (found.double() - expected.double()).abs(), torch.finfo(found.dtype).eps
     if found.element_size() > 2:
-        return wrong & ~((a - b).abs() <= ROUNDINGS * max(eps, own) * b.abs().max())
+        return wrong & ~(apart <= ROUNDINGS * max(eps, own) * scale)
     # A number of 16 bits may be rounded to its neighbour where it was half way, which is rare.
-    is_rare = wrong.sum() <= 2 + wrong.numel() // 64
-    return wrong & ~(is_rare & ((a - b).abs() <= own * b.abs()))
+    return wrong & ~((apart <= own * scale) & (wrong.sum() <= 2 + wrong.numel() // 64))
 
 
 def _stepped(

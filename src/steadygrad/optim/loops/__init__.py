@@ -62,12 +62,13 @@ def prepare(optimizer: Any, types: Types, device: torch.device) -> str | None:
         return "it has none"
     key = tuple(passes), types, device
     if key not in BROKEN and key not in _READY:
-        if is_capturing():
+        is_kernel = BACKENDS[device.type] == "kernels"
+        if is_kernel and is_capturing():
             return f"a CUDA graph records, and kernels have not been tried on {device} before"
         why = None
         try:
             runtime_of(device).prepare(passes, types, len(optimizer._large), device)
-            if BACKENDS[device.type] == "kernels":
+            if is_kernel:
                 check = importlib.import_module("steadygrad.optim.kernels.check")
                 why = check.difference(optimizer, types, device)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
