@@ -69,7 +69,7 @@ def _stepped(
     is_coded, whole = state is torch.uint8, chunk // codes.BLOCK + 1
     shapes = [(3,), (1,), (block - 1,), (block,), (chunk,), (chunk + block + 1,)]
     if is_coded:
-        shapes = [(codes.LEAST // 40 + 1, 40), (whole // 4 + 1, 1000), (whole, codes.BLOCK)]
+        shapes = [(codes.LEAST // 40 + 2, 40), (whole // 4 + 2, 1000), (whole, codes.BLOCK)]
     asked = {"master_weights": weight is not own, "state_dtype": "8bit" if is_coded else "float32"}
     known = {k: v for k, v in (OPTIONS | asked).items() if k in optimizer.defaults}
     params = [_numbers(shape, i).to(device, own) for i, shape in enumerate(shapes)]
