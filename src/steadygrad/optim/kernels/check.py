@@ -67,7 +67,8 @@ def _stepped(
     """
     (grad, weight, state, own), chunk, block = types, runtime.CHUNK, runtime.BLOCK
     is_coded, whole = state is torch.uint8, chunk // codes.BLOCK + 1
-    shapes = [(3,), (1,), (block - 1,), (block,), (chunk,), (chunk + block + 1,)]
+    sizes = 3, 1, block - 1, block, chunk, chunk + block + 1
+    shapes: list[tuple[int, ...]] = [(size,) for size in sizes]
     if is_coded:
         shapes = [(codes.LEAST // 40 + 2, 40), (whole // 4 + 2, 1000), (whole, codes.BLOCK)]
     asked = {"master_weights": weight is not own, "state_dtype": "8bit" if is_coded else "float32"}

@@ -74,8 +74,8 @@ class Table:
         self.chunks = torch.from_numpy(np.stack(columns, axis=1)).to(device)
         ends = np.stack([stops - counts, stops, self.members], axis=1)
         self.ends = torch.from_numpy(ends).to(device)
-        self.partial_sums = torch.zeros(MOST_SUMS, len(tensors), dtype=torch.float64).to(device)
         self.one = torch.ones((), dtype=torch.float64, device=device)
+        self.partial_sums = self.one.new_zeros(MOST_SUMS, len(tensors))
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES.value + states), np.int64)
         self.aligned, self._sent = True, self.addresses.copy()
@@ -126,14 +126,11 @@ class Table:
         # A recording needs memory that was made before it.
         pinned = self.device.type == "cuda"
         while len(self._spares) < SPARES:
-            self._spares.append(torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned))
+            spare = torch.zeros(self._own.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            self._spares.append(spare)
 
     def run(
-        self,
-        one: Pass,
-        factors: Tensor,
-        options: Sequence[float],
-        inverse_scale: Tensor,
+        self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor
     ) -> None:
         """Starts a pass's kernel; its sums are partial ones of chunks."""
         numbers = np.zeros(MOST_OPTIONS)
@@ -186,13 +183,15 @@ def run(
     factors = torch.stack([*by]).to(torch.float64) if len(by) else tables[0].partial_sums
     numbers = [float(x) for x in options[:MOST_OPTIONS]]
     scale = tables[0].one if inverse_scale is None else inverse_scale
+    for table in tables:
+        table.run(one, factors, numbers, scale)
+    if not one.rows:
+        return None
     shape = one.rows, sum(len(table.lengths) for table in tables)
     found = torch.empty(shape, dtype=sum_dtype, device=factors.device)
     for table in tables:
-        table.run(one, factors, numbers, scale)
-        if one.rows:
-            table.add_up(found)
-    return found if one.rows else None
+        table.add_up(found)
+    return found
 
 
 @triton.jit
