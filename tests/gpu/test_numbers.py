@@ -61,13 +61,18 @@ def test_all_modes_agree(entry, dtype):
     optimizers = [entry(params, **mode) for params, mode in zip(sets, modes, strict=True)]
     for params, optimizer in zip(sets, optimizers, strict=True):
         run(optimizer, params, range(12))
-    one, again, calls, default = map(snapshot, optimizers, sets)
-    # The same bits every time; the default is multi-tensor calls.
+    one, again, _, default = map(snapshot, optimizers, sets)
+    # The same bits every time; the default is kernels, which the example of a rule of one's own has
+    # not.
     assert_same(one, again)
-    assert_same(calls, default)
-    # Moments in eight bits have no kernels, nor has the example of a rule of one's own.
-    assert by_kernels(optimizers[0]) or entry.coded or entry.make is Adan
+    assert_same(one, default)
+    assert by_kernels(optimizers[0]) is by_kernels(optimizers[3]) is (entry.make is not Adan)
     for (name, a), (_, b) in zip(*map(tensors_of, optimizers[::2]), strict=True):
+        if a.dtype is torch.uint8:
+            # A joint norm has a part in float32, from small parameters that are not coded: a last
+            # digit of it turns a code in a million a step.
+            assert (a != b).sum() <= 2 + a.numel() // 1000, name
+            continue
         # Roots and quotients of float32 are within two roundings of the last place there; what
         # cancels, as inner products do, keeps the rounding of its largest term.
         exact = a.dtype is torch.float64 and not name.startswith("model_norm")

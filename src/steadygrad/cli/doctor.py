@@ -95,11 +95,11 @@ def _step(device: str) -> str:
     own.grad, other.grad = own.cos(), other.cos()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        LANS([own], fused=device.startswith("cuda") or None).step()
+        LANS([own]).step()
     LANS([other], foreach=True).step()
     torch.testing.assert_close(own, other)
     # A step that finds none though it looks for them warns.
-    path = {"cpu": "compiled loops (Numba)", "cuda": "kernels (Triton) with fused=True"}
+    path = {"cpu": "compiled loops (Numba)", "cuda": "kernels (Triton), as multi-tensor calls"}
     found = "multi-tensor calls" if caught else path.get(own.device.type, "multi-tensor calls")
     return " ".join([found, *(f"({warning.message})" for warning in caught)])
 

@@ -327,24 +327,21 @@ class ShardedOptimizer(StatefulOptimizer):
     def _table(self, types: Types, members: list[int], params: Sequence[Tensor]) -> Any:
         own, device = [params[i] for i in members], params[0].device
         rows = [row_of(p) for p in own] if types[2] is torch.uint8 else ()
-        states = len(self._large) * (2 if rows else 1)
-        more = (rows, members) if BACKENDS[device.type] == "loops" else (device,)
-        return runtime_of(device).Table([local(p).numel() for p in own], types, states, *more)
+        given = [local(p).numel() for p in own], types, len(self._large) * (2 if rows else 1)
+        more = () if BACKENDS[device.type] == "loops" else (device,)
+        return runtime_of(device).Table(*given, rows, members, *more)
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> Types | None:
         """Types for which loops or kernels take a parameter; None: multi-tensor calls do."""
         name, fused, device = type(self).__name__, group["fused"], parameter.device
-        is_default = fused is None and group["foreach"] is None and device.type == "cpu"
+        is_default = fused is None and group["foreach"] is None and device.type in BACKENDS
         # Torch's own compiler writes kernels of its own.
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
         if (why := loops.why_none(device)) is None:
             types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
-            if types and types[2] is torch.uint8 and BACKENDS[device.type] == "kernels":
-                loops.warn_once(name, "there are none for moments in eight bits")
-                return None
             if types is None:
                 if fused:
                     layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
@@ -353,8 +350,7 @@ class ShardedOptimizer(StatefulOptimizer):
                         f"a parameter of {layout}, its gradient or a state is not in plain memory",
                     )
                 return None
-            needed, states = self._needed(device), len(self._large)
-            if (why := loops.prepare(needed, types, states, device)) is None:
+            if (why := loops.prepare(self, types, device)) is None:
                 return types
         # A rule that has no loops has nothing to miss.
         if fused or all(one.loop for one in self._passes):

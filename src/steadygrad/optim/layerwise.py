@@ -173,7 +173,7 @@ class LANS(LayerwiseOptimizer):
         master_weights: Whether fp16 and bf16 parameters have float32 masters; None: yes.
         foreach: Whether to work on several parameters in a call; None: where nothing is fused.
         fused: Whether to fuse a step's passes: compiled loops on CPUs, Triton kernels on CUDA
-            devices; None: on CPUs with the extra ``cpu``.
+            devices; None: where there are any.
         maximize: Whether to go up instead of down.
         capturable: Whether steps may be recorded in a CUDA graph, as in torch.
 

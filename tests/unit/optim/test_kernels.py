@@ -1,21 +1,24 @@
 """Triton's kernels take the steps of multi-tensor calls: by its interpreter, on a CPU."""
 
+import inspect
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from steadygrad.optim import LANS, loops, passes
+from steadygrad.optim import LAMB, LANS, ScaledAdam, batch, loops, passes
 from tests.contracts.problems import (
     Watch,
     assert_rounded_alike,
     give_gradients,
     parameters,
     run,
+    small_parameters_are_coded,  # noqa: F401
 )
 from tests.contracts.table import OPTIMIZERS
 
@@ -27,7 +30,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 from triton.runtime import interpreter
 
-from steadygrad.optim.kernels import runtime
+from steadygrad.optim.kernels import check, codes, layerwise, memory, runtime, scaled_adam
+
+F64, F32, BF16, F16, U8 = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8
+CPU, DIFFERENCE = torch.device("cpu"), check.difference
 
 # numpy warns where the interpreter divides by zero or overflows; what comes of it is not used.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,11 +53,20 @@ def _kernels_on_cpu(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", _converted)
     monkeypatch.setitem(passes.BACKENDS, "cpu", "kernels")
     monkeypatch.setattr(runtime, "CHUNK", 16)
-    monkeypatch.setattr(loops, "BROKEN", {})
-    monkeypatch.setattr(loops, "_WARNED", set())
+    for name, empty in (("BROKEN", {}), ("_READY", set()), ("_WARNED", set())):
+        monkeypatch.setattr(loops, name, empty)
+    monkeypatch.setattr(check, "difference", lambda *_: None)
     runtime._prepare.cache_clear()
     yield
     runtime._prepare.cache_clear()
+
+
+@pytest.fixture
+def _checked(monkeypatch):
+    """Kernels are checked, by sizes that take an interpreter no longer than they must."""
+    monkeypatch.setattr(check, "difference", DIFFERENCE)
+    monkeypatch.setattr(runtime, "CHUNK", 256)
+    monkeypatch.setattr(runtime, "BLOCK", 256)
 
 
 def with_kernels(optimizer):
@@ -75,10 +90,14 @@ def mixed(types):
         # A norm over all gradients brings the roundings of narrow types to float64.
         ("lamb-nvidia", [torch.float32, torch.float16]),
         ("scaled_adam-clipped", [torch.float32, torch.bfloat16]),
+        ("lans-8bit", [F32, BF16]),
+        ("scaled_adam-8bit", [F32, BF16]),
     ],
 )
-def test_a_model_of_several_types(name, types):
+def test_a_model_of_several_types(name, types, monkeypatch):
     """A rate in a tensor, and what a gradient scaler leaves, are read without a wait."""
+    # Random bits are those of a shard that begins elsewhere.
+    monkeypatch.setattr(batch, "first_element", lambda p: 2**33 + 5)
     entry = OPTIMIZERS[name]
     ours, theirs, rate = mixed(types), mixed(types), torch.tensor(0.01)
     groups = [[{"params": p[::2]}, {"params": p[1::2], "lr": 0.004}] for p in (ours, theirs)]
@@ -113,20 +132,99 @@ def test_a_model_of_several_types(name, types):
 
 
 def test_what_kernels_cannot_take_goes_by_calls():
-    """Moments in eight bits, and tensors with gaps, which is said."""
+    """Tensors with gaps, which is said."""
     base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     params = [base[:, ::2].detach().requires_grad_(), base[:, 1].clone().requires_grad_()]
     optimizer = LANS(params, fused=True)
     with pytest.warns(UserWarning, match="strides"):
         run(optimizer, params, [0])
     assert with_kernels(optimizer) == [False, True]
-    large = torch.ones(64, 1024, requires_grad=True)
-    large.grad = torch.ones_like(large)
-    optimizer = LANS([large], fused=True, state_dtype="8bit")
-    with pytest.warns(UserWarning, match="eight bits"):
-        optimizer.step()
-    assert optimizer.state[large]["exp_avg"].dtype is torch.uint8
-    assert with_kernels(optimizer) == [False]
+
+
+WEIGHTS = [(F32, F32), (F32, BF16), (BF16, BF16), (F32, F16), (F16, F16)]
+# Every type of gradients, masters or none; then numbers, with gradients of the parameters' types.
+TYPES = [(g, w, U8, p) for g, (w, p) in product((F32, BF16, F16, F64), WEIGHTS)]
+TYPES += [(p, w, F32, p) for w, p in [*WEIGHTS, (F64, F64)]] + [(F64,) * 4]
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize("make", [LANS, LAMB, ScaledAdam])
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_kernels_of_all_types_step_as_calls_do(make, types):
+    """Whole and odd rows of codes, to the bit."""
+    assert check.difference(make([torch.ones(1)]), types, CPU) is None
+
+
+NUMBERS, MASTERS, CODES = (F32,) * 4, (BF16, F32, F32, BF16), (F32, F32, U8, F32)
+FAULTS = [
+    (LANS, NUMBERS, layerwise, "move_moments", "slope / d + decay * x", "slope / d"),
+    (LANS, NUMBERS, layerwise, "_moved", "rest2 * (slope", "rest1 * (slope"),
+    (LANS, NUMBERS, layerwise, "move_weights", "step += along_g * slope", "pass"),
+    (LAMB, NUMBERS, layerwise, "move_weights", "enough * unbias2", "enough"),
+    (ScaledAdam, NUMBERS, scaled_adam, "sums", "(g * p, p * p)", "(g * g, p * p)"),
+    (ScaledAdam, NUMBERS, scaled_adam, "update", "return (g.to(exact) * p", "return (-g * p"),
+    (ScaledAdam, NUMBERS, scaled_adam, "update", "+ size)", "- size)"),
+    (LANS, NUMBERS, runtime, "sum_kernel", "offsets < count", "offsets < 1"),
+    (LANS, NUMBERS, runtime, "pass_kernel", "static_range(2)", "static_range(1)"),
+    (LANS, MASTERS, memory, "write_weight", "here, numbers)\n", "here, numbers * 0.999)\n"),
+    (LAMB, MASTERS, memory, "read_gradient", "inverse_scale.to(wide.dtype)", "1"),
+    (LANS, CODES, codes, "_decoded", "0.0 - number", "number"),
+    (LAMB, CODES, codes, "_encode", "+ bits", "+ (1 << 19)"),
+    (ScaledAdam, CODES, codes, "without_gaps", "< rest[:, None]", "< 9"),
+    (ScaledAdam, CODES, scaled_adam, "update", "rest2 * (slope * slope)", "rest2 * slope"),
+]
+
+
+@pytest.mark.few(3)
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[3]}: {fault[5]}".strip())
+def test_kernels_with_a_fault_are_not_taken(fault, monkeypatch, tmp_path):
+    """One warning, and multi-tensor calls by default and with `fused=True`."""
+    make, types, module, name, right, wrong = fault
+    source, file, scope = inspect.getsource(getattr(module, name).fn), tmp_path / "wrong.py", {}
+    assert right in source
+    file.write_text(source.replace(right, wrong))
+    exec(compile(file.read_text(), file, "exec"), vars(module), scope)
+    for user in (codes, layerwise, memory, runtime, scaled_adam):
+        if hasattr(user, name):
+            monkeypatch.setattr(user, name, scope[name])
+    kind = "8bit" if types[2] is U8 else "float32"
+    for fused in (None, True):
+        p = torch.full((2, 300), 0.5, dtype=types[3], requires_grad=True)
+        p.grad = torch.linspace(-1, 1, 600).view(2, 300).to(p.dtype)
+        optimizer = make([p], fused=fused, state_dtype=kind)
+        with pytest.warns(UserWarning, match="by kernels") if fused is None else nullcontext():
+            optimizer.step()
+        assert with_kernels(optimizer) == [False]
+
+
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize("is_default", [True, False])
+def test_a_check_leaves_nothing_behind(is_default, monkeypatch):
+    """Kernels are the default where they are right; none are tried while a graph records."""
+    monkeypatch.setattr(loops, "is_capturing", lambda: not is_default)
+    p, q = (torch.ones(2, 3, requires_grad=True) for _ in "pq")
+    ours, theirs = LANS([p]), LANS([q], foreach=True)
+    p.grad = q.grad = torch.arange(6.0).view(2, 3)
+    before = torch.get_rng_state()
+    torch.set_default_dtype(F64)
+    torch.set_default_device("meta")
+    try:
+        with nullcontext() if is_default else pytest.warns(UserWarning, match="graph records"):
+            ours.step()
+    finally:
+        assert torch.get_default_dtype() is F64
+        torch.set_default_dtype(F32)
+        torch.set_default_device(None)
+    theirs.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert with_kernels(ours) == [is_default]
+    assert len(loops._READY) == is_default
+    assert not loops.BROKEN
+    assert ours.skipped == 0
+    assert_rounded_alike(ours, theirs)
 
 
 def filled(table, grads, rest):
@@ -141,7 +239,7 @@ def test_graphs_have_addresses_that_later_steps_leave_alone(monkeypatch):
     recording = [False]
     monkeypatch.setattr(runtime, "is_capturing", lambda: recording[0])
     monkeypatch.setattr(runtime, "_RECORDED", [])
-    table = runtime.Table([5, 5, 5], (torch.float32,) * 4, 2, torch.device("cpu"))
+    table = runtime.Table([5, 5, 5], NUMBERS, 2, (), range(3), CPU)
     sets = [torch.zeros(3, 5).unbind() for _ in range(runtime.SPARES + 3)]
     rest, plain, *static = sets
     own = filled(table, plain, rest)
@@ -162,11 +260,13 @@ def test_graphs_have_addresses_that_later_steps_leave_alone(monkeypatch):
 
 def test_sums_of_tensors_are_those_of_their_chunks():
     """Also of an empty one, and of one with more chunks than are added up side by side."""
-    table = runtime.Table([5, 0, 16 * 600 + 3, 40], (torch.float32,) * 4, 2, torch.device("cpu"))
+    table = runtime.Table([5, 0, 16 * 600 + 3, 40], NUMBERS, 2, (), (3, 0, 1, 2), CPU)
     drawn = torch.randn(table.partial_sums.shape, generator=torch.Generator().manual_seed(0))
     table.partial_sums.copy_(drawn)
     expected = [part.sum(1) for part in drawn.double().split([1, 1, 601, 3], dim=1)]
-    torch.testing.assert_close(table.sums(3, torch.float64), torch.stack(expected, dim=1))
+    found = torch.zeros(3, 4, dtype=F64)
+    table.add_up(found)
+    torch.testing.assert_close(found, torch.stack([*expected[1:], expected[0]], dim=1))
 
 
 COMPILED = """
@@ -190,21 +290,29 @@ def assembled(kernel, **constants):
     tables = [i for i, name in enumerate(own) if signature[name][0] == "*"]
     aligned = {(i,): [["tt.divisibility", 16]] for i in tables}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    target, options = GPUTarget("cuda", 90, 32), dict(enable_fp_fusion=False)
+    return triton.compile(source, target=target, options=options).asm["ptx"]
 
 types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
+types += [(tl.float32, tl.float32, tl.uint8, tl.float32)]
+types += [(tl.bfloat16, weight, tl.uint8, tl.bfloat16) for weight in (tl.float32, tl.bfloat16)]
 for kind in types:
     typed = dict(zip(("grad", "weight", "state", "param"), kind))
+    fields = 7 if kind[2] == tl.uint8 else 5
     for one in [*LANS_PASSES[:3], *LAMB_PASSES[1:3], sums, update]:
         body = named(one.kernel)
         # A launch reads it, which raises where a local name is also that of a kernel's part.
         assert body.cache_key
         own = dict(body=body, columns=one.columns, rows=one.rows, has_two=one.constants == (True,))
         for aligned in (True, False):
-            ptx = assembled(pass_kernel, fields=5, block=1024, aligned=aligned, **typed, **own)
+            ptx = assembled(pass_kernel, fields=fields, block=1024, aligned=aligned, **typed, **own)
             # 16 bytes at a time, and nothing spilled to memory.
             assert aligned == bool(re.search(r"ld\\.global\\.v[24]", ptx)), one.kernel
             assert ".local" not in ptx, one.kernel
+            # Each operation is rounded by itself, and what goes into codes to the last digit.
+            assert "fma.rn.f32" not in ptx, one.kernel
+            if one is update:
+                assert not re.search(r"(sqrt|div)\\.(approx|full)", ptx), one.kernel
 for KINDS["found"] in ("*fp32", "*fp64"):
     assembled(sum_kernel)
 print("compiled")

@@ -5,36 +5,59 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from steadygrad.optim.kernels.codes import read_moments, used, write_moments
 from steadygrad.optim.kernels.memory import (
     bounded,
     cast,
     read,
     read_gradient,
     read_weight,
-    write,
     write_weight,
 )
+
+
+@triton.jit
+def _slope(
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, state: tl.constexpr
+) -> Any:
+    """A block's scaled gradients."""
+    g = read_gradient(places[0], here, options[5]).to(state)
+    return bounded(g * by[1].to(state), options[4].to(state))
+
+
+@triton.jit
+def _moved(
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, state: tl.constexpr
+) -> Any:
+    """A block's scaled gradients, moments with them, and second moments to go by."""
+    beta1, beta2, _eps, _decay, _bound, _scale = cast(options, state)
+    rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
+    slope = _slope(places, by, options, here, state)
+    m, v, floor = read_moments(places, here)
+    m, v = beta1 * m + rest1 * slope, beta2 * v + rest2 * (slope * slope)
+    # As in `codes.least_ratio`.
+    square, before, over = options[0] * options[0], 1 - options[1], 1 - options[0]
+    ratio = before * (1 - square / options[1]) / (over * over)
+    least = m * m * tl.where(square < options[1], ratio, 0.0).to(state)
+    return slope, m, v, used(places, v, floor, least)
 
 
 @triton.jit
 def move_moments(
     places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
 ) -> Any:
-    """Moves a block of the moments; squares of the weight and of each direction."""
-    at_g, at_x, at_m, at_v, at_p = places
-    state: tl.constexpr = at_m.dtype.element_ty
-    _taken, scale, unbias1, unbias2 = cast(by, state)
-    beta1, beta2, eps, decay, bound, _scale = cast(options, state)
-    rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
-    slope = bounded(read_gradient(at_g, here, options[5]).to(state) * scale, bound)
-    m = beta1 * read(at_m, here) + rest1 * slope
-    v = beta2 * read(at_v, here) + rest2 * (slope * slope)
-    write(at_m, here, m)
-    write(at_v, here, v)
-    x = read_weight(at_x, at_p, here).to(state)
-    d = tl.sqrt(v * unbias2) + eps
+    """Moves a block of the moments, unless they are codes; squares of the weight and directions."""
+    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
+    state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
+    unbias1, unbias2 = by[2].to(state), by[3].to(state)
+    _beta1, _beta2, eps, decay, _bound, _scale = cast(options, state)
+    slope, m, v, enough = _moved(places, by, options, here, state)
+    if not coded:
+        write_moments(places, here, by, m, v)
+    x = read_weight(places[1], places[-1], here).to(state)
+    d = tl.sqrt(enough * unbias2) + eps
     u_m = m * unbias1 / d + decay * x
-    # Beyond the chunk's end all of them are zero.
+    # What is not there is zero in all of them.
     found = (x * x, u_m * u_m)
     if has_two:
         u_g = slope / d + decay * x
@@ -46,16 +69,21 @@ def move_moments(
 def move_weights(
     places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
 ) -> Any:
-    """Moves a block of the weights, and of the parameters that are their roundings."""
-    at_g, at_x, at_m, at_v, at_p = places
-    state: tl.constexpr = at_m.dtype.element_ty
-    _taken, scale, unbias2, along_m, along_g, _keep = cast(by, state)
-    _beta1, _beta2, eps, _decay, bound, _scale = cast(options, state)
-    m, v, x = read(at_m, here), read(at_v, here), read(at_x, here)
-    step = along_m * m
+    """Moves a block of the weights, of the parameters that are their roundings, and of codes."""
+    at_x, at_p = places[1], places[-1]
+    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
+    state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
+    unbias2, along_m, along_g = by[2].to(state), by[3].to(state), by[4].to(state)
+    if coded:
+        slope, m, v, enough = _moved(places, by, options, here, state)
+        write_moments(places, here, by, m, v)
+    else:
+        m, enough, slope = read(places[2], here), read(places[3], here), 0.0
+        if has_two:
+            slope = _slope(places, by, options, here, state)
+    x, step = read(at_x, here), along_m * m
     if has_two:
-        slope = bounded(read_gradient(at_g, here, options[5]).to(state) * scale, bound)
         step += along_g * slope
-    d, keep = tl.sqrt(v * unbias2) + eps, by[5].to(x.dtype)
+    d, keep = tl.sqrt(enough * unbias2) + options[2].to(state), by[5].to(x.dtype)
     write_weight(at_x, at_p, here, keep * x - step / d)
     return ()

@@ -3,9 +3,10 @@
 Offsets from a tensor's start are of 64 bits, those in a chunk of 32.
 
 A place is a pointer to where a tensor begins. A block, ``here``, is a tuple of its chunk's first
-element in the tensor, offsets in the chunk, the chunk's length, whether all memory starts at
-multiples of 16 bytes, and whether the block may reach beyond the chunk's end. The last two are
-constants only as long as no name without an annotation is given to them.
+element in the tensor, offsets in the chunk, which of them there are, whether all memory starts at
+multiples of 16 bytes, and whether some may not be there; then, for codes, numbers of their blocks
+and which there are. Both flags are constants only as long as no name without an annotation is given
+to them.
 """
 
 from typing import Any
@@ -75,16 +76,17 @@ def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
 def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
     """Addresses of the elements of a block."""
     start = place + here[0]
-    if here[3]:
+    # What is read under a mask is read one by one.
+    if here[3] and not here[4]:
         start = tl.multiple_of(start, 16)
     return start + here[1]
 
 
 @triton.jit
-def _load(place: tl.tensor, here: tl.tuple) -> Any:
-    """A block as it is stored; zeros beyond the chunk's end."""
+def load(place: tl.tensor, here: tl.tuple) -> Any:
+    """A block as it is stored; zeros for what is not there."""
     if here[4]:
-        found = tl.load(_pointers(place, here), mask=here[1] < here[2], other=0)
+        found = tl.load(_pointers(place, here), mask=here[2], other=0)
     else:
         found = tl.load(_pointers(place, here))
     return found
@@ -92,15 +94,15 @@ def _load(place: tl.tensor, here: tl.tuple) -> Any:
 
 @triton.jit
 def read(place: tl.tensor, here: tl.tuple) -> Any:
-    """A block of numbers; zeros beyond the chunk's end."""
-    return _widened(_load(place, here), place.dtype.element_ty)
+    """A block of numbers; zeros for what is not there."""
+    return _widened(load(place, here), place.dtype.element_ty)
 
 
 @triton.jit
 def read_gradient(place: tl.tensor, here: tl.tuple, inverse_scale: tl.tensor) -> Any:
     """A block of a gradient without its loss scale; zeros for one without an address."""
     known = place.to(tl.int64) != 0
-    there = here[1] < tl.where(known, here[2], 0) if here[4] else known
+    there = here[2] & known if here[4] else known
     found = tl.load(_pointers(place, here), mask=there, other=0)
     wide = _widened(found, place.dtype.element_ty)
     return wide * inverse_scale.to(wide.dtype)
@@ -115,10 +117,10 @@ def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
     found = read(weight, here)
     dtype: tl.constexpr = param.dtype.element_ty
     if dtype != weight.dtype.element_ty:
-        stored = _load(param, here)
+        stored = load(param, here)
         same = found.to(dtype).to(tl.int16, bitcast=True) == stored.to(tl.int16, bitcast=True)
         found = tl.where(same, found, _widened(stored, dtype))
-        tl.store(_pointers(weight, here), found, mask=(here[1] < here[2]) & (same == 0))
+        tl.store(_pointers(weight, here), found, mask=here[2] & (same == 0))
     return found
 
 
@@ -127,7 +129,7 @@ def write(place: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
     """Rounds a block of numbers and stores it."""
     found = numbers.to(place.dtype.element_ty)
     if here[4]:
-        tl.store(_pointers(place, here), found, mask=here[1] < here[2])
+        tl.store(_pointers(place, here), found, mask=here[2])
     else:
         tl.store(_pointers(place, here), found)
 

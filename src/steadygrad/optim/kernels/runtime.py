@@ -16,7 +16,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from steadygrad.optim import codes
 from steadygrad.optim.checks import is_capturing
+from steadygrad.optim.kernels.codes import BLOCK as CODES
+from steadygrad.optim.kernels.codes import lanes_of, without_gaps
 from steadygrad.optim.kernels.memory import GRAD, PARAM, STATES, WEIGHT, factors_of, places_of
 from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
 
@@ -43,20 +46,36 @@ class Table:
     """
 
     def __init__(
-        self, sizes: Sequence[int], types: Types, states: int, device: torch.device
+        self,
+        sizes: Sequence[int],
+        types: Types,
+        states: int,
+        rows: Sequence[int],
+        members: Sequence[int],
+        device: torch.device,
     ) -> None:
         self.types, self.device, self.lengths = types, device, np.asarray(sizes, np.int64)
         self.kinds = [getattr(tl, str(dtype).removeprefix("torch.")) for dtype in types]
-        counts = np.maximum(1, -(-self.lengths // CHUNK))
+        # Places of the tensors in the batch.
+        self.members, units, chunk = np.array(members), self.lengths, CHUNK
+        lines = np.array(rows or [0] * len(sizes), np.int64)
+        if rows:
+            # Chunks of codes are of whole blocks, as if each row had whole ones.
+            units = units // lines * (lines + -lines % codes.BLOCK)
+            chunk = max(codes.BLOCK, CHUNK // codes.BLOCK * codes.BLOCK)
+        counts = np.maximum(1, -(-units // chunk))
         tensors = np.repeat(np.arange(len(sizes)), counts)
-        ends = np.append(0, np.cumsum(counts))
-        starts = (np.arange(len(tensors)) - ends[tensors]) * CHUNK
-        parts = np.minimum(CHUNK, self.lengths[tensors] - starts)
-        # Rows of tensor, first element and length, and where the chunks of a tensor begin and end.
-        self.chunks = torch.from_numpy(np.stack([tensors, starts, parts], axis=1)).to(device)
+        stops = np.cumsum(counts)
+        starts = (np.arange(len(tensors)) - (stops - counts)[tensors]) * chunk
+        parts = np.minimum(chunk, units[tensors] - starts)
+        # Rows of tensor, first element and length, place in the batch, and elements of a row; then
+        # of where the chunks of a tensor begin and end, and its place in the batch.
+        columns = [tensors, starts, parts, self.members[tensors], lines[tensors]]
+        self.chunks = torch.from_numpy(np.stack(columns, axis=1)).to(device)
+        ends = np.stack([stops - counts, stops, self.members], axis=1)
         self.ends = torch.from_numpy(ends).to(device)
-        self.partial_sums = torch.zeros(MOST_SUMS, len(tensors), dtype=torch.float64).to(device)
         self.one = torch.ones((), dtype=torch.float64, device=device)
+        self.partial_sums = self.one.new_zeros(MOST_SUMS, len(tensors))
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES.value + states), np.int64)
         self.aligned, self._sent = True, self.addresses.copy()
@@ -67,16 +86,18 @@ class Table:
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states lie, given as a list for each of them."""
-        for place, states in enumerate(moments):
-            self.addresses[:, STATES.value + place] = addresses_of(states)
+        for place, states in enumerate(moments[: self.addresses.shape[1] - STATES.value]):
+            own = [states[i] for i in self.members]
+            self.addresses[:, STATES.value + place] = addresses_of(own)
 
     def fill(self, addresses: NDArray[np.int64], has_grad: NDArray[np.bool_]) -> None:
         """Writes where all that may have moved lies now, and sends it without a wait.
 
-        Addresses of gradients, zero for None, of parameters and of weights, ``(3, tensors)``.
+        Addresses of gradients, zero for None, of parameters and of weights, ``(3, batch)``.
         """
-        self.addresses[:, [GRAD.value, PARAM.value, WEIGHT.value]] = addresses.T
-        check_memory(self.addresses, self.lengths, has_grad)
+        own = addresses[:, self.members].T
+        self.addresses[:, [GRAD.value, PARAM.value, WEIGHT.value]] = own
+        check_memory(self.addresses, self.lengths, has_grad[self.members])
         self.aligned = not (self.addresses % 16).any()
         if is_capturing():
             self._record()
@@ -105,7 +126,8 @@ class Table:
         # A recording needs memory that was made before it.
         pinned = self.device.type == "cuda"
         while len(self._spares) < SPARES:
-            self._spares.append(torch.zeros(self._own.shape, dtype=torch.int64, pin_memory=pinned))
+            spare = torch.zeros(self._own.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            self._spares.append(spare)
 
     def run(
         self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor
@@ -122,7 +144,8 @@ class Table:
             self.partial_sums,
             factors,
             inverse_scale,
-            *self.addresses.shape,
+            factors.shape[1],
+            self.addresses.shape[1],
             *numbers.tolist(),
             *self.kinds,
             block=BLOCK,
@@ -131,15 +154,14 @@ class Table:
             columns=one.columns,
             rows=one.rows,
             has_two=one.constants == (True,),
+            # Each operation is rounded, as codes need it.
+            enable_fp_fusion=False,
         )
 
-    def sums(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Sums of the last pass over each tensor, with shape ``(rows, tensors)``."""
-        found = torch.empty(rows, len(self.lengths), dtype=dtype, device=self.device)
-        grid = (len(self.lengths), rows)
-        given = self.partial_sums, self.ends, found, len(self.chunks)
-        _start(sum_kernel, grid, self.device, *given)
-        return found
+    def add_up(self, found: Tensor) -> None:
+        """Writes sums of the last pass over each tensor, into columns of ``(rows, batch)``."""
+        given = self.partial_sums, self.ends, found, len(self.chunks), found.shape[1]
+        _start(sum_kernel, (len(self.lengths), len(found)), self.device, *given)
 
 
 def run(
@@ -150,19 +172,26 @@ def run(
     sum_dtype: torch.dtype,
     inverse_scale: Tensor | None,
 ) -> Tensor | None:
-    """Runs a pass's kernel over a batch, which has one table.
+    """Runs a pass's kernel over the tables of a batch.
 
     A tensor takes part if its first factor is not zero; in sums over gradients all do.
 
     Returns:
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
-    (table,) = tables
     # A pass without factors is handed what it does not read.
-    factors = torch.stack([*by]).to(torch.float64) if len(by) else table.partial_sums
+    factors = torch.stack([*by]).to(torch.float64) if len(by) else tables[0].partial_sums
     numbers = [float(x) for x in options[:MOST_OPTIONS]]
-    table.run(one, factors, numbers, table.one if inverse_scale is None else inverse_scale)
-    return table.sums(one.rows, sum_dtype) if one.rows else None
+    scale = tables[0].one if inverse_scale is None else inverse_scale
+    for table in tables:
+        table.run(one, factors, numbers, scale)
+    if not one.rows:
+        return None
+    shape = one.rows, sum(len(table.lengths) for table in tables)
+    found = torch.empty(shape, dtype=sum_dtype, device=factors.device)
+    for table in tables:
+        table.add_up(found)
+    return found
 
 
 @triton.jit
@@ -205,10 +234,12 @@ def pass_kernel(
     scale in the gradients; and the block, see :mod:`steadygrad.optim.kernels.memory`. Factors and
     options are of float64. It returns a tuple of blocks, whose elements are added up.
     """
-    row = chunks + tl.program_id(0).to(tl.int64) * 3
+    row = chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
+    member, line = tl.load(row + 3), tl.load(row + 4)
+    coded: tl.constexpr = state == tl.uint8
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
-    by = factors_of(factors, tensors, tensor, columns)
+    by = factors_of(factors, tensors, member, columns + 2 if coded and columns > 1 else columns)
     options = (
         tl.full((), option0, tl.float64),
         tl.full((), option1, tl.float64),
@@ -217,43 +248,56 @@ def pass_kernel(
         tl.full((), option4, tl.float64),
         tl.load(inverse_scale).to(tl.float64),
     )
-    is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64
+    # A last digit of a sum may change a code.
+    is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64 or coded
     exact: tl.constexpr = tl.float64 if is_wide else tl.float32
-    totals = tl.tuple(())
+    lanes, totals = lanes_of(block, coded), tl.tuple(())
     for _ in tl.static_range(rows):
-        totals += (tl.zeros((block,), exact),)
+        totals += (tl.zeros(lanes.shape, exact),)
     # Sums over gradients, which have one factor at most, are of all tensors.
     there = length >= 0
     if columns > 1:
         there = by[0] != 0
     if there:
-        lanes, full = tl.arange(0, block), length // block * block
-        for begin in range(0, full, block):
-            # Without a name: a block's flags would be constants no more.
-            more = body(
-                places, by, options, (first, begin + lanes, length, aligned, False), has_two
-            )
-            totals = _added(totals, more, rows)
-        if full < length:
-            more = body(places, by, options, (first, full + lanes, length, aligned, True), has_two)
-            totals = _added(totals, more, rows)
+        full = length // block * block
+        if coded:
+            # Rows of whole blocks lie in memory as if they were one.
+            full = tl.where(line % CODES == 0, full, 0)
+        for partial in tl.static_range(2):
+            begin, stop = (full, length) if partial else (0, full)
+            for start in range(begin, stop, block):
+                blocks = start + tl.arange(0, block // CODES) * CODES
+                numbers, known = first // CODES + blocks // CODES, blocks < length
+                at, inside = without_gaps(start + lanes, numbers, line, coded and partial)
+                inside &= start + lanes < length
+                # Without a name: a block's flags would be constants no more.
+                more = body(
+                    places,
+                    by,
+                    options,
+                    (first, at, inside, aligned, partial, numbers, known),
+                    has_two,
+                )
+                totals = _added(totals, more, rows)
     own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
     for i in tl.static_range(rows):
         tl.store(own + i * width, tl.sum(totals[i]).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["width"])
-def sum_kernel(sums: tl.tensor, ends: tl.tensor, found: tl.tensor, width: tl.tensor) -> None:
+@triton.jit(do_not_specialize=["width", "batch"])
+def sum_kernel(
+    sums: tl.tensor, ends: tl.tensor, found: tl.tensor, width: tl.tensor, batch: tl.tensor
+) -> None:
     """Sums of tensors from the sums of their chunks: a program for each tensor and row."""
-    tensor, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.load(ends + tensor)
-    count = (tl.load(ends + tensor + 1) - first).to(tl.int32)
+    own, row = ends + tl.program_id(0) * 3, tl.program_id(1).to(tl.int64)
+    first, member = tl.load(own), tl.load(own + 2)
+    count = (tl.load(own + 1) - first).to(tl.int32)
     place = sums + row * width + first
     total = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, count, WIDTH):
         offsets = start + tl.arange(0, WIDTH)
         total += tl.load(place + offsets, mask=offsets < count, other=0.0)
-    tl.store(found + row * tl.num_programs(0) + tensor, tl.sum(total))
+    tl.store(found + row * batch + member, tl.sum(total))
 
 
 def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
@@ -265,11 +309,13 @@ def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.dev
 @cache
 def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
     """Compiles a kernel and loads it, by runs over an empty tensor."""
-    table = Table([0], types, states, device)
-    factors = torch.zeros(max(1, one.columns), 1, dtype=torch.float64, device=device)
+    coded = types[2] is torch.uint8
+    table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
+    factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)
+    sum_dtype = torch.float64 if coded else torch.promote_types(types[1], torch.float32)
     for table.aligned in (True, False):
         table.run(one, factors, (), table.one)
-    table.sums(1, torch.promote_types(types[1], torch.float32))
+    table.add_up(torch.empty(1, 1, dtype=sum_dtype, device=device))
 
 
 def _start(

@@ -5,13 +5,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from steadygrad.optim.kernels.codes import read_moments, used, write_moments
 from steadygrad.optim.kernels.memory import (
     bounded,
     cast,
-    read,
     read_gradient,
     read_weight,
-    write,
     write_weight,
 )
 
@@ -22,7 +21,10 @@ def sums(
 ) -> Any:
     """A block's squares of gradients; if asked for, products with weights and squares of these."""
     at_g, at_p, at_out = places[0], places[1], places[-1]
-    exact: tl.constexpr = tl.float64 if at_p.dtype.element_ty == tl.float64 else tl.float32
+    # A last digit of a sum may change a code.
+    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
+    is_wide: tl.constexpr = coded or at_p.dtype.element_ty == tl.float64
+    exact: tl.constexpr = tl.float64 if is_wide else tl.float32
     g = read_gradient(at_g, here, options[5]).to(exact)
     found = (g * g,)
     if len(by) > 0:
@@ -38,22 +40,28 @@ def update(
     places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
 ) -> Any:
     """Moves a block of ``delta``, ``v`` and weights; gradients times the weights as they were."""
-    at_g, at_p, at_d, at_v, at_out = places
-    state: tl.constexpr = at_v.dtype.element_ty
+    at_g, at_p, at_v, at_out = places[0], places[1], places[3], places[-1]
+    coded: tl.constexpr = at_v.dtype.element_ty == tl.uint8
+    state: tl.constexpr = tl.float32 if coded else at_v.dtype.element_ty
     beta1, beta2, _eps, _before, _after, _scale = cast(options, state)
     root, rest1, rest2 = tl.sqrt(by[2]), 1 - options[0], (1 - options[1]).to(state)
     clip, eps, along_g = by[1].to(state), (options[2] / root).to(state), by[3] / root * rest1
-    along_p = (by[4] * rest1).to(state)
+    along_p = by[4].to(state) * rest1.to(state)
     g = read_gradient(at_g, here, options[5])
-    slope = g.to(state) * clip
-    v = beta2 * read(at_v, here) + rest2 * (slope * slope)
-    write(at_v, here, v)
-    p = read_weight(at_p, at_out, here)
+    slope, p = g.to(state) * clip, read_weight(at_p, at_out, here)
+    delta, v, floor = read_moments(places, here)
+    v = beta2 * v + rest2 * (slope * slope)
     # A weight that is not finite must not reach `delta` by way of zero.
     size = tl.where(along_p != 0, along_p * p.to(state), 0.0)
-    step = slope / (tl.sqrt(v) + eps) * along_g.to(state) + size
-    delta = beta1 * read(at_d, here) + step
-    write(at_d, here, delta)
+    enough = used(places, v, floor, floor)
+    # To the last digit, which the compiler's own are not in float32.
+    if state == tl.float32:
+        step = tl.div_rn(slope, tl.sqrt_rn(enough) + eps)
+    else:
+        step = slope / (tl.sqrt(enough) + eps)
+    delta = beta1 * delta + (step * along_g.to(state) + size)
+    write_moments(places, here, by, delta, v)
     before, after = options[3].to(p.dtype), options[4].to(p.dtype)
     write_weight(at_p, at_out, here, bounded(bounded(p, before) + delta.to(p.dtype), after))
-    return (g.to(p.dtype) * p,)
+    exact: tl.constexpr = tl.float64 if coded else p.dtype
+    return (g.to(exact) * p.to(exact),)

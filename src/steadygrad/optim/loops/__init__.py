@@ -1,21 +1,25 @@
 """Compiled loops for CPUs, with the extra ``cpu`` (numba), and whether a step can go by them.
 
-Or by kernels, where its parameters are on a CUDA device: :mod:`steadygrad.optim.kernels`.
+On a CUDA device: by kernels (:mod:`steadygrad.optim.kernels`), which must have been tried there.
 """
 
 import importlib
 import os
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import torch
 
 from steadygrad._checks import install
-from steadygrad.optim.passes import BACKENDS, Pass, Types, runtime_of
+from steadygrad.optim.checks import is_capturing
+from steadygrad.optim.passes import BACKENDS, Types, runtime_of
 
 # Why loops are not tried again in this process: by passes and types, or of all of them.
 BROKEN: dict[Hashable, str] = {}
+# Passes and types whose loops can be taken.
+_READY: set[Hashable] = set()
 ALL = "all"
 # Optimizer and reason of each warning given.
 _WARNED: set[tuple[str, str]] = set()
@@ -29,37 +33,54 @@ def was_forked() -> bool:
 
 
 @cache
-def _why_no_numba() -> str | None:
+def _why_no(package: str) -> str | None:
     try:
-        numba = importlib.import_module("numba")
+        found = importlib.import_module(package)
     except Exception as error:  # broken installations raise all sorts of things
-        if isinstance(error, ImportError) and error.name == "numba":
-            return "numba is not installed"
-        return f"numba cannot be loaded ({error})"
-    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+        if isinstance(error, ImportError) and error.name == package:
+            return f"{package} is not installed"
+        return f"{package} cannot be loaded ({error})"
+    return "NUMBA_DISABLE_JIT is set" if package == "numba" and found.config.DISABLE_JIT else None
 
 
 def why_none(device: torch.device) -> str | None:
     """Why there are no loops or kernels for a device; None if there are."""
     if device.type not in BACKENDS:
         return f"there are none for {device.type} devices"
-    return BROKEN.get(ALL) or _why_no_numba() if BACKENDS[device.type] == "loops" else None
+    if BACKENDS[device.type] == "kernels":
+        return _why_no("triton")
+    return BROKEN.get(ALL) or _why_no("numba")
 
 
-def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> str | None:
-    """Compiles loops before a step begins; why that cannot be for these types, or None."""
+def prepare(optimizer: Any, types: Types, device: torch.device) -> str | None:
+    """Compiles loops before a step begins; why that cannot be for these types, or None.
+
+    Kernels take a few steps of an optimizer like this one, and are compared with other ways.
+    """
+    passes = optimizer._needed(device)
     if not all(one.place(device) for one in passes):
         return "it has none"
     key = tuple(passes), types, device
-    if key not in BROKEN:
+    if key not in BROKEN and key not in _READY:
+        is_kernel = BACKENDS[device.type] == "kernels"
+        if is_kernel and is_capturing():
+            return f"a CUDA graph records, and kernels have not been tried on {device} before"
+        why = None
         try:
-            runtime_of(device).prepare(passes, types, states, device)
+            runtime_of(device).prepare(passes, types, len(optimizer._large), device)
+            if is_kernel:
+                check = importlib.import_module("steadygrad.optim.kernels.check")
+                why = check.difference(optimizer, types, device)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:
             # A compiler may raise anything on an unknown machine.
             text = " ".join(str(error).split())
-            BROKEN[key] = f"it cannot be compiled for {device} ({text:.200})"
+            why = f"it cannot be compiled for {device} ({text:.200})"
+        if why is None:
+            _READY.add(key)
+        else:
+            BROKEN[key] = why
     return BROKEN.get(key)
 
 
