@@ -34,6 +34,14 @@ ROOT = Path(__file__).parents[1]
 MEASURE = [sys.executable, str(Path(__file__).with_name("gpu_parts.py"))]
 # Seconds for everything.
 DEADLINE = 480.0
+# A rehearsal is as short on any machine.
+STUDIES = {
+    "cuda": {"inspect": "--budget 20s", "advise": "digits-autoencoder --budget 20s"},
+    "cpu": {
+        "inspect": "digits-classifier --steps 16 --workers 1 --threads 1",
+        "advise": "digits-classifier --samples 512 --seeds 3 --workers 1 --threads 1",
+    },
+}
 # Lines of a part's output that the table keeps of a study, and of what failed.
 LAST = 40
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -94,14 +102,14 @@ def tested(name: str, limit: float, *which: str) -> Part:
     return Part(f"tests {name}", command, limit, tests)
 
 
-def studied(device: str, limit: float, folder: str, command: str, *words: str) -> Part:
-    given = ["--device", device, "--out", f"{folder}/{command}", *words]
-    return Part(command, [sys.executable, "-m", "steadygrad", command, *given], limit, text)
+def studied(device: str, folder: str, command: str) -> Part:
+    given = [*STUDIES[device][command].split(), "--device", device, "--out", f"{folder}/{command}"]
+    return Part(command, [sys.executable, "-m", "steadygrad", command, *given], 45, text)
 
 
 def parts_on(device: str, folder: str) -> list[Part]:
     """All parts, those that are worth most first."""
-    rounds = "10" if device == "cuda" else "1"
+    rounds = "10" if device == "cuda" else "2"
     watch = [sys.executable, str(ROOT / "benchmarks/watch_overhead.py"), "--device", device]
     numbers = "tests/gpu/test_numbers.py"
     return [
@@ -114,12 +122,12 @@ def parts_on(device: str, folder: str) -> list[Part]:
         measured(device, 60, "graph", "124M"),
         Part("doctor", [sys.executable, "-m", "steadygrad", "doctor"], 30, text),
         tested("of the rest", 60, "tests/gpu", "--ignore", numbers, "-m", "not slow"),
-        studied(device, 45, folder, "inspect", "--budget", "20s"),
+        studied(device, folder, "inspect"),
         measured(device, 45, "step", "1000", "8bit"),
         measured(device, 45, "compile"),
         measured(device, 30, "step", "23M", "float32"),
         Part("watch overhead", [*watch, "--rounds", rounds], 40, tables),
-        studied(device, 45, folder, "advise", "digits-autoencoder", "--budget", "20s"),
+        studied(device, folder, "advise"),
         measured(device, 30, "step", "1000", "bfloat16"),
         measured(device, 30, "step", "23M", "8bit"),
         measured(device, 30, "step", "23M", "bfloat16"),
@@ -173,6 +181,7 @@ def end_of(part: Part, limit: float, lines: list[str], seen: Callable[[], object
     """How a part ended within a limit; its lines are added one by one, and seen every second."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    own["COLUMNS"] = "300"  # so that pytest's summary says why
     arrived: SimpleQueue[str | None] = SimpleQueue()
     process = subprocess.Popen(
         part.command,

@@ -1,5 +1,7 @@
 """Skips everything in this folder where there is no CUDA device."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,3 +12,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _device_still_works():
+    """Ends a process whose device has had an error that stays; xdist starts another one."""
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            os.write(2, f"{error}\n".encode())
+            os._exit(1)
