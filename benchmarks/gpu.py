@@ -76,16 +76,18 @@ def text(output: list[str]) -> tuple[str, list[str]]:
 
 
 def tests(output: list[str]) -> tuple[str, list[str]]:
-    """How many tests passed, failed and were skipped so far, and how each failed."""
-    line = r"(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+::.*)"
+    """How many tests passed, failed and were skipped so far, and those that failed or hang."""
+    kinds = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
+    line = rf"(?:\[gw\d+\] \[ *\d+%\] )?(?:({kinds}) )?(\S+\.py::.*)"
     ends: dict[str, str] = {}
     for found in filter(None, map(re.compile(line).match, output)):
         name, _, why = found[2].strip().partition(" - ")
-        # The summary comes last, and says why. What failed stays so.
-        if why or ends.get(name, "PASSED") == "PASSED":
-            ends[name] = f"{found[1]}: {why}" if why else found[1]
+        # The summary comes last, and says why. What failed stays so, also if its process ended.
+        before, end = ends.get(name, "BEGUN"), found[1] or "BEGUN"
+        if before in ("BEGUN", "PASSED") or (why and ":" not in before):
+            ends[name] = f"{end}: {why}" if why else end
     counts = Counter(end.partition(":")[0].lower() for end in ends.values())
-    wrong = [f"- `{n}` {end}" for n, end in ends.items() if end[0] in "FE" or end == "XPASS"]
+    wrong = [f"- `{n}` {end}" for n, end in ends.items() if end[0] in "BFE" or end == "XPASS"]
     note = ", ".join(f"{counts[kind]} {kind}" for kind in sorted(counts)) or "no test ended"
     return note, wrong
 
@@ -272,7 +274,7 @@ def main() -> int:
         lines: list[str] = []
         how = end_of(measured(device, 90, "machine"), 90, lines, lambda: None)
         if how != "done":
-            print(f"Nothing was measured: it needs a CUDA device ({how}).")
+            print(f"Nothing was measured: it needs torch and a CUDA device ({how}).")
             return 1
         command = "make gpu" if given is None else "make gpu-rehearsal"
         head = f"{lines[-1]}. Commit {commit()}, `{command}`."

@@ -111,9 +111,11 @@ def test_the_rehearsal_runs_through(tmp_path):
     assert len(rows) == 13
     for rule in ("LANS", "LAMB", "ScaledAdam"):
         for kind in ("float32", "bfloat16", "8bit"):
-            (way,) = (line.split(" | ") for line in lines if line.startswith(f"| {rule}, {kind} |"))
-            assert "kernels" in way[2]
-            assert float(way[3]) < 1e-5  # of the weights by multi-tensor calls
+            line = next(line for line in lines if line.startswith(f"| {rule}, {kind} |"))
+            _, _, by, apart, _ = line.split(" | ")
+            assert "kernels" in by
+            assert float(apart) < 1e-5  # of the weights by multi-tensor calls
         timed = [line for line in lines if line.startswith(f"| {rule}(fused=True) | ")]
         assert [("kernels" in row, ": red" in row) for row in timed] == 3 * [(True, True)]
-        assert [line.split(" | ")[1] for line in lines if f"{rule}(fused=True), float32" in line]
+        (graph,) = (line for line in lines if line.startswith(f"| {rule}(fused=True), float32 |"))
+        assert int(graph.split(" | ")[1]) > 0  # calls of operators
