@@ -78,10 +78,11 @@ def text(output: list[str]) -> tuple[str, list[str]]:
 def tests(output: list[str]) -> tuple[str, list[str]]:
     """How many tests passed, failed and were skipped so far, and those that failed or hang."""
     kinds = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
-    line = rf"(?:\[gw\d+\] \[ *\d+%\] )?(?:({kinds}) )?(\S+\.py::.*)"
+    # A line with a name alone says that the test has begun.
+    line = rf"(?:\[gw\d+\] \[ *\d+%\] )?(?:({kinds}) (\S+\.py::.*)|(\S+\.py::\S+)) *$"
     ends: dict[str, str] = {}
     for found in filter(None, map(re.compile(line).match, output)):
-        name, _, why = found[2].strip().partition(" - ")
+        name, _, why = (found[2] or found[3]).strip().partition(" - ")
         # The summary comes last, and says why. What failed stays so, also if its process ended.
         before, end = ends.get(name, "BEGUN"), found[1] or "BEGUN"
         if before in ("BEGUN", "PASSED") or (why and ":" not in before):
