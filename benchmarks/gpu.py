@@ -183,8 +183,8 @@ class Table:
 def end_of(part: Part, limit: float, lines: list[str], seen: Callable[[], object]) -> str:
     """How a part ended within a limit; its lines are added one by one, and seen every second."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    own["COLUMNS"] = "300"  # so that pytest's summary says why
+    # Columns, so that pytest's summary says why.
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}
     arrived: SimpleQueue[str | None] = SimpleQueue()
     process = subprocess.Popen(
         part.command,
@@ -213,12 +213,15 @@ def end_of(part: Part, limit: float, lines: list[str], seen: Callable[[], object
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
 
 
 def pump(pipe, arrived) -> None:
     """Hands lines on, and None at their end."""
-    for line in pipe:
-        arrived.put(line.rstrip())
+    with pipe:
+        for line in pipe:
+            arrived.put(line.rstrip())
     arrived.put(None)
 
 
