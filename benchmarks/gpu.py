@@ -78,13 +78,14 @@ def text(output: list[str]) -> tuple[str, list[str]]:
 def tests(output: list[str]) -> tuple[str, list[str]]:
     """How many tests passed, failed and were skipped so far, and those that failed or hang."""
     kinds = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
-    # A line with a name alone says that the test has begun.
-    line = rf"(?:\[gw\d+\] \[ *\d+%\] )?(?:({kinds}) (\S+\.py::.*)|(\S+\.py::\S+)) *$"
+    # A name alone says that the test has begun; what processes print may follow in the same line.
+    name = r"(\S+\.py::[^\s\[]+(?:\[.*?\](?=\s|$))?)(?: - (.*))?"
+    line = re.compile(rf"(?:\[gw\d+\] \[ *\d+%\] )?(?:({kinds}) )?{name}")
     ends: dict[str, str] = {}
-    for found in filter(None, map(re.compile(line).match, output)):
-        name, _, why = (found[2] or found[3]).strip().partition(" - ")
+    for found in filter(None, map(line.match, output)):
+        kind, name, why = found.groups()
         # The summary comes last, and says why. What failed stays so, also if its process ended.
-        before, end = ends.get(name, "BEGUN"), found[1] or "BEGUN"
+        before, end = ends.get(name, "BEGUN"), kind or "BEGUN"
         if before in ("BEGUN", "PASSED") or (why and ":" not in before):
             ends[name] = f"{end}: {why}" if why else end
     counts = Counter(end.partition(":")[0].lower() for end in ends.values())
