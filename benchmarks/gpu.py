@@ -90,8 +90,7 @@ def tests(output: list[str]) -> tuple[str, list[str]]:
             ends[name] = f"{end}: {why}" if why else end
     counts = Counter(end.partition(":")[0].lower() for end in ends.values())
     wrong = [f"- `{n}` {end}" for n, end in ends.items() if end[0] in "BFE" or end == "XPASS"]
-    note = ", ".join(f"{counts[kind]} {kind}" for kind in sorted(counts)) or "no test ended"
-    return note, wrong
+    return ", ".join(f"{counts[k]} {k}" for k in sorted(counts)) or "no test ended", wrong
 
 
 def measured(device: str, limit: float, *words: str) -> Part:
@@ -281,8 +280,7 @@ def main() -> int:
         if how != "done":
             print(f"Nothing was measured: it needs torch and a CUDA device ({how}).")
             return 1
-        command = "make gpu" if given is None else "make gpu-rehearsal"
-        head = f"{lines[-1]}. Commit {commit()}, `{command}`."
+        head = f"{lines[-1]}. Commit {commit()}, `make gpu{'' if given is None else '-rehearsal'}`."
         # A rehearsal's numbers mean nothing, and do not lie among results.
         to = ROOT / "benchmarks/results" if given is None else Path(given or tempfile.mkdtemp())
         parts, deadline = parts_on(device, folder), DEADLINE - (time.monotonic() - began)
