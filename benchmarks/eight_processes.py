@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from side_by_side import hardware, measure
-from step_time import MAKERS, STEPS, parameters
+from step_time import MAKERS, SETS, STEPS, parameters
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 WORLD, WARMUP, LIMIT = 8, 1, 150
@@ -28,7 +28,7 @@ KEYS += [f"{name}{bits}(fused=True)" for name in ("LANS", "ScaledAdam") for bits
 
 def optimizers(split: Callable[[Any], Any] = lambda tensor: tensor) -> list[torch.optim.Optimizer]:
     params = []
-    for p in parameters("23M"):
+    for p in parameters(SETS["23M"]):
         params.append(torch.nn.Parameter(split(p.detach())))
         params[-1].grad = split(p.grad)
     return [MAKERS[key](params) for key in KEYS]

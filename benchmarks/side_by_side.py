@@ -1,5 +1,6 @@
 """Timing several variants in one run, in turns, so that a drifting machine touches all alike."""
 
+import math
 import os
 import platform
 import random
@@ -30,7 +31,12 @@ class Timing:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3, repeats: int = 1
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    repeats: int = 1,
+    seconds: float = math.inf,
 ) -> dict[str, Timing]:
     """Runs every variant once a round; the first one is the baseline.
 
@@ -39,13 +45,17 @@ def measure(
         rounds: Counted rounds.
         warmup: Rounds before them.
         repeats: Calls in a row that make one timing, divided by their number.
+        seconds: After so many no round begins, once one has been counted.
 
     Returns:
         Each variant's timing.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     names, draw = list(variants), random.Random(0)
+    end = time.monotonic() + seconds
     for i in range(warmup + rounds):
+        if i > warmup and time.monotonic() > end:
+            break
         # A new order each round: what a variant finds in the caches is what another has left.
         for name in draw.sample(names, len(names)):
             start = time.perf_counter()

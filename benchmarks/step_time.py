@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -85,17 +85,24 @@ FLOORS = {"torch AdamW": 28, "LANS 8bit": 20, "LAMB 8bit": 20, "ScaledAdam 8bit"
 FLOORS |= {"LANS": 32, "LAMB": 32, "ScaledAdam": 33}
 
 
-def parameters(name: str) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    found = [torch.nn.Parameter(torch.randn(s, generator=draw) * 0.02) for s in SETS[name]]
+def parameters(
+    shapes: Iterable[tuple[int, ...]], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Tensor]:
+    """Weights with gradients."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def drawn(shape: tuple[int, ...], size: float) -> Tensor:
+        return torch.randn(shape, generator=draw, device=device).mul_(size).to(dtype)
+
+    found: list[Tensor] = [torch.nn.Parameter(drawn(shape, 0.02)) for shape in shapes]
     for p in found:
-        p.grad = torch.randn(p.shape, generator=draw) * 0.01
+        p.grad = drawn(p.shape, 0.01)
     return found
 
 
 def timings(name: str, rounds: int) -> tuple[list[str], dict[str, Timing]]:
     """The table of one set, and what is in it."""
-    params = parameters(name)
+    params = parameters(SETS[name])
     size = sum(p.numel() for p in params)
     variants: dict[str, Callable[[], object]] = {k: m(params).step for k, m in MAKERS.items()}
     source, target = torch.ones(2, 64 * 2**20).unbind()
@@ -156,7 +163,7 @@ def first_step(key: str) -> None:
 
 def extra_memory(key: str) -> None:
     """Prints the most memory a step adds to what the process holds, as a share of the weights'."""
-    params = parameters("23M")
+    params = parameters(SETS["23M"])
     optimizer = MAKERS[key](params)
     for _ in range(3):
         optimizer.step()

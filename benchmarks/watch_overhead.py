@@ -5,7 +5,8 @@ built-in model's width of 96 is the worst case. On one thread the processor's ow
 the shortest of five steps in each turn: other programs on the machine change that least. Watched
 and plain steps are the same model's, which lies alike in memory.
 
-Run: python benchmarks/watch_overhead.py [--rounds 40] [--threads 1] [--compiled] [--save]
+Run: python benchmarks/watch_overhead.py [--rounds 40] [--threads 1] [--compiled] [--device cuda]
+    [--save]
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 from side_by_side import Timing, hardware, save, table
 
 from steadygrad.tasks.char_lm import char_lm
+from steadygrad.tasks.samples import to_device
 from steadygrad.watch import GradientWatch
 
 STEPS = 5
@@ -26,11 +28,11 @@ STEPS = 5
 class Step:
     """A training step of a model."""
 
-    def __init__(self, width, batch_size, *, compiled) -> None:
+    def __init__(self, width, batch_size, device, *, compiled) -> None:
         self.task = char_lm(width=width)
         torch.manual_seed(0)
-        self.model = self.task.make_model()
-        self.batch = self.task.train.batch(torch.arange(batch_size))
+        self.model = self.task.make_model().to(device)
+        self.batch = to_device(self.task.train.batch(torch.arange(batch_size)), self.model)
         self.optimizer = self.task.make_optimizer(self.model.parameters(), self.task.lr)
         self.called = torch.compile(self.model) if compiled else self.model
 
@@ -49,12 +51,18 @@ class Step:
         return min(times[1:])
 
 
-def compare(width, batch_size, rounds, *, compiled=False):
+def device_time() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def compare(width, batch_size, rounds, device, *, compiled=False):
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    plain = watched = Step(width, batch_size, compiled=compiled)
+    clock = device_time if device == "cuda" else clock
+    plain = watched = Step(width, batch_size, device, compiled=compiled)
     if compiled:
         # Of another model: each new watch would be compiled anew.
-        watched = Step(width, batch_size, compiled=True)
+        watched = Step(width, batch_size, device, compiled=True)
         watch = GradientWatch(watched.called)
         watched.seconds(clock)
     plain.seconds(clock)
@@ -78,20 +86,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compiled", action="store_true", help="compiled steps as well")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = ((96, 8), (96, 32), (384, 8))
-    text = [compare(*size, args.rounds) for size in sizes]
+    given = args.rounds, args.device
+    text = [compare(*size, *given) for size in sizes]
     if args.compiled:
-        text += [compare(*size, args.rounds, compiled=True) for size in sizes]
+        text += [compare(*size, *given, compiled=True) for size in sizes]
     date = datetime.date.today().isoformat()
-    report = "\n\n".join([f"# Gradient watch: cost of a step, {date}", f"{hardware()}.", *text])
+    report = "\n\n".join(
+        [f"# Gradient watch: cost of a step, {date}", f"{hardware(args.device)}.", *text]
+    )
     print(report)
     if args.save:
-        print(save("watch-overhead-cpu", report + "\n", date))
+        print(save(f"watch-overhead-{args.device}", report + "\n", date))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Skips everything in this folder where there is no CUDA device."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,3 +12,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/gpu" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _device_still_works():
+    """Ends a process whose device has an error that stays: xdist starts another one."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
