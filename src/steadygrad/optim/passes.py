@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
 
 
-# Types of gradients, weights, state, and of the parameters that weights are rounded to.
-Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+# Types of gradients, weights, state, of the parameters that weights are rounded to, and of sums.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 # What works on devices of a type, besides multi-tensor calls.
 BACKENDS = {"cpu": "loops", "cuda": "kernels"}
 
@@ -46,14 +46,17 @@ class Bucket:
     weights: list[Tensor]  # local, or the float32 masters of 16-bit ones
     grads: list[Tensor]  # local, in any floating type
     moments: tuple[list[Tensor], ...]  # local large states, all in one type
+    sum_dtype: torch.dtype  # of sums over elements
     inverse_scale: Tensor | None = None  # on every gradient that is read
     codes: "Codes | None" = None  # None: the moments are numbers
 
     @property
-    def sum_dtype(self) -> torch.dtype:
-        """Type of sums over elements: the widest for codes, which a last digit may change."""
-        own = self.weights[0]
-        return wide(own.dtype) if self.codes is None else exact(own.device)
+    def is_exact(self) -> bool:
+        """Whether each operation is rounded, as compiled loops do: both come to the same codes.
+
+        Torch's own calls may take a product and a sum in one.
+        """
+        return self.sum_dtype != wide(self.weights[0].dtype)
 
     def decoded(self) -> "Bucket":
         """This bucket with moments in float32, which are copies where they are codes."""
@@ -236,30 +239,26 @@ def average(
     decay1, decay2 = decays_of(bucket, betas, taken)
     torch._foreach_mul_(m, decay1)
     torch._foreach_mul_(v, decay2)
-    if bucket.codes is None:
-        torch._foreach_add_(m, gradients, alpha=1 - betas[0])
-    else:
+    if bucket.is_exact:
         torch._foreach_add_(m, torch._foreach_mul(gradients, 1 - betas[0]))
+    else:
+        torch._foreach_add_(m, gradients, alpha=1 - betas[0])
     add_squares(bucket, v, gradients, 1 - betas[1])
-
-
-# For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
-# own calls may take a product and a sum in one.
 
 
 def add_squares(bucket: Bucket, sums: list[Tensor], more: list[Tensor], factor: float) -> None:
     """Adds squares of tensors, times a factor."""
-    if bucket.codes is None:
-        torch._foreach_addcmul_(sums, more, more, value=factor)
-    else:
+    if bucket.is_exact:
         squares = torch._foreach_mul(more, more)
         torch._foreach_mul_(squares, factor)
         torch._foreach_add_(sums, squares)
+    else:
+        torch._foreach_addcmul_(sums, more, more, value=factor)
 
 
 def roots(bucket: Bucket, tensors: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
     """Square roots."""
-    if bucket.codes is None:
+    if not bucket.is_exact:
         return list(torch._foreach_sqrt(tensors))
     # Vectorised roots in float32 are off by a last digit now and then.
     return [t.to(exact(t.device)).sqrt_().to(t.dtype) for t in tensors]

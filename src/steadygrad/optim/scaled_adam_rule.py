@@ -245,10 +245,10 @@ def _add_size_step(moves: list[Tensor], bucket: Bucket, weight: Tensor, dtype: t
     # for the outcome to have the state's type.
     zero = torch.zeros(1, dtype=dtype, device=weight.device)
     own = [torch.where(c, p, zero).view_as(p) for c, p in zip(used, bucket.weights, strict=True)]
-    if bucket.codes is None:
-        torch._foreach_addcmul_(moves, own, factors)
-    else:
+    if bucket.is_exact:
         torch._foreach_add_(moves, torch._foreach_mul(own, factors))
+    else:
+        torch._foreach_addcmul_(moves, own, factors)
 
 
 def _bound_(weights: list[Tensor], taken: list[Tensor], bound: float) -> None:

@@ -46,7 +46,7 @@ class Table:
         self, sizes: Sequence[int], types: Types, states: int, device: torch.device
     ) -> None:
         self.types, self.device, self.lengths = types, device, np.asarray(sizes, np.int64)
-        self.kinds = [getattr(tl, str(dtype).removeprefix("torch.")) for dtype in types]
+        self.kinds = [getattr(tl, str(dtype).removeprefix("torch.")) for dtype in types[:4]]
         counts = np.maximum(1, -(-self.lengths // CHUNK))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         ends = np.append(0, np.cumsum(counts))
