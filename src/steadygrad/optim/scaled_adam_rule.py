@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import inner_products, may_hold, square_sums
+from steadygrad.numerics import inner_products, may_hold, square_sums, wide
 from steadygrad.optim.passes import Bucket, Pass, add_squares, decays_of, roots
 
 # The second moment is corrected until its correction is this close to one.
@@ -199,12 +199,21 @@ def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
     squares = square_sums(grads, dtype)
     if not may_hold(by[0]):
         return torch.stack([squares, torch.zeros_like(squares), torch.zeros_like(squares)])
-    products = inner_products(bucket.weights, grads, dtype)
+    products = _inner_products(bucket, grads)
     return torch.stack([squares, products, square_sums(bucket.weights, dtype)])
 
 
+def _inner_products(bucket: Bucket, grads: list[Tensor]) -> Tensor:
+    """Inner products with the weights; beside codes each product is rounded before they add up."""
+    weights, dtype = bucket.weights, bucket.sum_dtype
+    if not bucket.is_exact:
+        return inner_products(weights, grads, dtype)
+    pairs = zip(weights, grads, strict=True)
+    return torch.stack([(p.to(wide(p.dtype)) * g).sum(dtype=dtype) for p, g in pairs])
+
+
 def _update(bucket: Bucket, by: StepScales, options: UpdateOptions) -> Tensor:
-    products = inner_products(bucket.weights, bucket.unscaled(), bucket.sum_dtype)[None]
+    products = _inner_products(bucket, bucket.unscaled())[None]
     delta, v = bucket.moments
     dtype = v[0].dtype
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's

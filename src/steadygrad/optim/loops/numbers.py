@@ -73,7 +73,7 @@ class Kinds(NamedTuple):
     exact: Any  # weights
     total: Any  # first sums
     has_two: bool
-    is_coded: bool  # whether states are kept in eight bits
+    is_exact: bool  # whether sums are wider than weights
     source: int = SOURCE
 
 
@@ -82,9 +82,9 @@ def kinds_of(
 ) -> Kinds:
     """The types, from those of gradients, weights, states and parameters as they lie in memory."""
     number, exact = (np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight))
-    is_coded = state is np.uint8
-    own = np.float32 if is_coded else state
-    return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_coded)
+    own = np.float32 if state is np.uint8 else state
+    is_exact = total is not exact
+    return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_exact)
 
 
 def compiled(function: Callable[[Any], None], cache: bool) -> Any:
