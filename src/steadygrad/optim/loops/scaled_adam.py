@@ -68,7 +68,7 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
         g, p, out = arrays_at(args, row, start, n, types)
         q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
         by_m, by_v = scales_of(row, place, q)
-        part, top_m, top_v = exact(0), np.uint32(0), np.uint32(0)
+        part, wide, top_m, top_v = exact(0), np.float64(0), np.uint32(0), np.uint32(0)
         sync_masters(p, out, n)
         if before < math.inf:
             for i in range(n):
@@ -91,11 +91,11 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
             put(v, i, w, new[1])
             weights[i] = here + exact(delta)
             top_m, top_v = max(top_m, bits_of(abs(delta), q[i])), max(top_v, bits_of(v, q[i]))
-        total += np.float64(part)
         # In a loop of its own: beside float64 the one above would take half as many at once.
         if types.is_exact:
             for i in range(n):
-                total += np.float64(products[i])
+                wide += np.float64(products[i])
+        total += wide + np.float64(part)
         for i in range(n):
             p[i] = narrow(min(max(weights[i], -after), after), p[i])
         round_masters(p, out, n)
