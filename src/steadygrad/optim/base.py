@@ -302,7 +302,7 @@ class ShardedOptimizer(StatefulOptimizer):
             types = None if is_report else self._loop_types(p, grads[i], group)
             # Codes and float32 share a batch, so that arithmetic on columns is done once.
             state_dtype = wide(state[self._large[0]].dtype)
-            like = types and (*types[:2], state_dtype, types[3])
+            like = types and (*types[:2], state_dtype, *types[3:])
             kinds[p.device, p.dtype, state_dtype, like, self._kind(p)].append((i, types))
         batches = []
         for members in kinds.values():
@@ -320,6 +320,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 self._fields,
                 [self._table(types, own, params) for types, own in tables.items()],
                 views=not (is_report or torch.compiler.is_compiling()),
+                is_exact=self._is_exact,
             )
             batches.append(batch)
         return batches
@@ -341,7 +342,8 @@ class ShardedOptimizer(StatefulOptimizer):
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
         if (why := loops.why_none(device)) is None:
-            types = types_for_loops(parameter, gradient, self.state[parameter], self._large)
+            state, is_exact = self.state[parameter], self._is_exact
+            types = types_for_loops(parameter, gradient, state, self._large, is_exact)
             if types is None:
                 if fused:
                     layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
@@ -360,6 +362,11 @@ class ShardedOptimizer(StatefulOptimizer):
     def _needed(self, device: torch.device) -> Sequence[Pass]:
         """The passes that a step takes on a device."""
         return self._passes
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether any group has codes: a norm of all parameters may reach every code."""
+        return any(group.get("state_dtype") == "8bit" for group in self.param_groups)
 
     @property
     def _is_alone(self) -> bool:

@@ -86,6 +86,7 @@ class ParamBatch:
         tables: "Sequence[Table]" = (),
         *,
         views: bool,
+        is_exact: bool,
     ) -> None:
         self.group, self.params, self.places, self.states = group, list(params), places, states
         # What belongs to its parameters, of what all parameters of the optimizer have.
@@ -127,12 +128,12 @@ class ParamBatch:
         self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
         self._shared = {*chain(*(own for own in together if len(own) > 1))}
         self.moments = tuple(map(self._lines, moments))
-        self.state_dtype, self.sum_dtype = self.moments[0][0].dtype, wide(self.weights[0].dtype)
+        self.state_dtype = torch.float32 if self.scales else self.moments[0][0].dtype
+        self.sum_dtype = sum_type_of(self.weights[0], is_exact)
         # Random bits, `(2, tensors)`, and the first elements' places in the whole, `(tensors)`.
         self.seeds: Any = None
         self._firsts: Tensor | None = None
         if self.scales:
-            self.state_dtype, self.sum_dtype = torch.float32, self.exact
             firsts = [first_element(p) if c else 0 for p, c in zip(params, self.coded, strict=True)]
             self._firsts = torch.tensor(firsts, device=self.device)
         self.grads, self.buckets = [], []
@@ -351,8 +352,17 @@ def _check_shape(gradient: Tensor, parameter: Tensor) -> None:
         )
 
 
+def sum_type_of(weight: Tensor, is_exact: bool) -> torch.dtype:
+    """Type of sums over elements: the widest beside codes, which a last digit may change."""
+    return exact(weight.device) if is_exact else wide(weight.dtype)
+
+
 def types_for_loops(
-    parameter: Tensor, gradient: Tensor | None, state: dict[str, Any], large: Sequence[str]
+    parameter: Tensor,
+    gradient: Tensor | None,
+    state: dict[str, Any],
+    large: Sequence[str],
+    is_exact: bool,
 ) -> Types | None:
     """Types of a parameter that loops can take, with large states of some names; None: they cannot.
 
@@ -364,7 +374,9 @@ def types_for_loops(
     kept = (own.detach(), *moments, *masters)
     if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or _has_gaps(own):
         return None
-    types = (grad.dtype, (masters or [own])[0].dtype, moments[0].dtype, own.dtype)
+    weight = (masters or [own])[0]
+    total = sum_type_of(weight, is_exact)
+    types = (grad.dtype, weight.dtype, moments[0].dtype, own.dtype, total)
     fits = {*types} <= {*TYPES, torch.uint8} and len({t.dtype for t in moments}) == 1
     fits = fits and (types[2] in (torch.float32, torch.float64) or own.is_contiguous())
     fits = fits and {t.dtype for t in masters} <= {torch.float32}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from steadygrad.numerics import exact, inner_products, part_sums, square_sums, wide
+from steadygrad.numerics import inner_products, part_sums, square_sums, wide
 from steadygrad.optim.codes import CODES, decode, encode, floors, row_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Bucket:
         sizes: Elements of each.
         coded: Whether moments are kept as codes.
         dtype: The wider type of weights and moments.
-        sum_dtype: Type of sums over elements: the widest for codes, which a last digit may change.
+        is_exact: Whether each operation is rounded, as compiled loops do, so that both come to the
+            same codes. Torch's own calls may take a product and a sum in one.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class Bucket:
         self._rows = [row_of(batch.params[i]) for i in places] if self.coded else []
         own, state = self.own[0].dtype, batch.state_dtype
         self.dtype = own if own is state else torch.promote_types(own, state)
-        self.sum_dtype = exact(batch.device) if self.coded else wide(own)
+        self.sum_dtype = batch.sum_dtype
+        self.is_exact = self.sum_dtype != wide(own)
         self._weights: Tensor | None = None
         self._moments: tuple[Tensor, ...] | None = None
 
@@ -127,11 +129,13 @@ class Bucket:
 
     def products(self) -> Tensor:
         """Inner product of each weight and its gradient."""
-        dtype = self.sum_dtype
-        x, g = self.weights.to(dtype), self.gradient().to(dtype)
+        x = self.weights.to(wide(self.own[0].dtype))
+        g = self.gradient().to(x.dtype)
         if self._lengths is None and x.numel() > LARGEST:
-            return inner_products([x], [g], dtype)
-        return part_sums(x * g, self.sizes).to(dtype)
+            if self.is_exact:
+                return (x * g).sum(dtype=self.sum_dtype)[None]
+            return inner_products([x], [g], self.sum_dtype)
+        return part_sums(x * g, self.sizes).to(self.sum_dtype)
 
     def keep_weights(self) -> None:
         """Writes weights to the parameters' own."""

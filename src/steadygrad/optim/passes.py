@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from steadygrad.optim.batch import ParamBatch
 
 
-# Types of gradients, weights, state, and of the parameters that weights are rounded to.
-Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+# Types of gradients, weights, state, of the parameters that weights are rounded to, and of sums.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 # What works on devices of a type, besides multi-tensor calls.
 BACKENDS = {"cpu": "loops", "cuda": "kernels"}
 # NumPy's types of columns.
@@ -143,28 +143,24 @@ def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken:
     decay1, decay2 = decays_of(bucket, betas, taken)
     m.mul_(decay1)
     v.mul_(decay2)
-    if not bucket.coded:
-        m.add_(gradient, alpha=1 - betas[0])
-    else:
+    if bucket.is_exact:
         m.add_(gradient * (1 - betas[0]))
+    else:
+        m.add_(gradient, alpha=1 - betas[0])
     add_squares(bucket, v, gradient, 1 - betas[1])
-
-
-# For codes each operation is rounded, as compiled loops do: both come to the same codes. Torch's
-# own calls may take a product and a sum in one.
 
 
 def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> None:
     """Adds squares of a tensor, times a factor."""
-    if not bucket.coded:
-        total.addcmul_(more, more, value=factor)
-    else:
+    if bucket.is_exact:
         total.add_((more * more).mul_(factor))
+    else:
+        total.addcmul_(more, more, value=factor)
 
 
 def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
     """Square roots."""
-    if not bucket.coded:
+    if not bucket.is_exact:
         return tensor.sqrt()
     # Vectorised roots in float32 are off by a last digit now and then.
     return tensor.to(exact(tensor.device)).sqrt_().to(tensor.dtype)

@@ -249,10 +249,10 @@ def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
     # weight with no axis would not bring about.
     own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
-    if not bucket.coded:
-        move.addcmul_(own, factor)
-    else:
+    if bucket.is_exact:
         move.add_(own.mul_(factor))
+    else:
+        move.addcmul_(own, factor)
 
 
 def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from steadygrad.optim import LAMB, LANS, ScaledAdam, codes
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, SECOND, decode, encode, seeds_at
-from tests.contracts.problems import run, threads
+from tests.contracts.problems import assert_same, give_gradients, run, small_codes, threads
 
 both = pytest.mark.parametrize("code", [FIRST, SECOND], ids=["first", "second"])
 OPTIMIZERS = {"lans": LANS, "lamb": LAMB, "scaled_adam": ScaledAdam}
@@ -144,6 +144,42 @@ def test_the_same_bits_by_any_number_of_threads_and_both_paths(make):
         assert all(map(torch.equal, params, first))
     for p, q in zip(first, weights, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+CLIPPED = {
+    LANS: {"clip_value": 0.01},
+    LAMB: {"max_grad_norm": 1.0},
+    ScaledAdam: {"clipping_scale": 1.0, "clipping_update_period": 10},
+}
+
+
+@every_optimizer
+def test_the_same_states_by_loops_and_calls_over_200_steps(make):
+    """With size steps, clipping and loss scales, beside vectors and a group in float32.
+
+    Sums are in float64, in two orders: once in some ten million their roundings to float32 differ.
+    """
+    both = []
+    for mode in ("fused", "foreach"):
+        draw = torch.Generator().manual_seed(0)
+        shapes = (40, 300), (50, 20), (30,), (), (9, 200)
+        params = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+        groups = [{"params": params[:4], "state_dtype": "8bit"}, {"params": params[4:]}]
+        with small_codes(), threads(1):
+            optimizer = make(groups, **CLIPPED[make], **{mode: True})
+            for step in range(200):
+                give_gradients(params, step)
+                optimizer.grad_scale = torch.tensor(3.0 * 2 ** (step // 20))
+                for p in params:
+                    if p.grad is not None:
+                        p.grad.mul_(optimizer.grad_scale * (1 + step % 7))
+                optimizer.found_inf = torch.tensor(float(step % 37 == 5))
+                optimizer.step()
+        both.append([t for p in params for t in optimizer.state[p].values()])
+        both[-1] += params if make is ScaledAdam else []
+    assert {torch.uint8, torch.float32} <= {t.dtype for t in both[0]}
+    assert optimizer.skipped == 6
+    assert_same(*both)
 
 
 def test_random_bits_are_of_element_step_and_parameter():

@@ -142,9 +142,11 @@ def test_what_kernels_cannot_take_goes_by_calls():
 
 
 WEIGHTS = [(F32, F32), (F32, BF16), (BF16, BF16), (F32, F16), (F16, F16)]
-# Every type of gradients, masters or none; then numbers, with gradients of the parameters' types.
-TYPES = [(g, w, U8, p) for g, (w, p) in product((F32, BF16, F16, F64), WEIGHTS)]
-TYPES += [(p, w, F32, p) for w, p in [*WEIGHTS, (F64, F64)]] + [(F64,) * 4]
+# Every type of gradients, masters or none; then numbers, beside codes and not, with gradients of the
+# parameters' types.
+TYPES = [(g, w, U8, p, F64) for g, (w, p) in product((F32, BF16, F16, F64), WEIGHTS)]
+TYPES += [(p, w, F32, p, total) for (w, p), total in product(WEIGHTS, (F32, F64))]
+TYPES += [(F64, F64, state, F64, F64) for state in (F32, F64)]
 
 
 @pytest.mark.few(2)
@@ -156,14 +158,14 @@ def test_kernels_of_all_types_step_as_calls_do(make, types):
     assert check.difference(make([torch.ones(1)]), types, CPU) is None
 
 
-NUMBERS, MASTERS, CODES = (F32,) * 4, (BF16, F32, F32, BF16), (F32, F32, U8, F32)
+NUMBERS, MASTERS, CODES = (F32,) * 5, (BF16, F32, F32, BF16, F32), (F32, F32, U8, F32, F64)
 FAULTS = [
     (LANS, NUMBERS, layerwise, "move_moments", "slope / d + decay * x", "slope / d"),
     (LANS, NUMBERS, layerwise, "_moved", "rest2 * (slope", "rest1 * (slope"),
     (LANS, NUMBERS, layerwise, "move_weights", "step += along_g * slope", "pass"),
     (LAMB, NUMBERS, layerwise, "move_weights", "enough * unbias2", "enough"),
-    (ScaledAdam, NUMBERS, scaled_adam, "sums", "(g * p, p * p)", "(g * g, p * p)"),
-    (ScaledAdam, NUMBERS, scaled_adam, "update", "return (g.to(exact) * p", "return (-g * p"),
+    (ScaledAdam, NUMBERS, scaled_adam, "sums", "x * x)", "x)"),
+    (ScaledAdam, NUMBERS, scaled_adam, "update", "return ((g.to", "return ((-g.to"),
     (ScaledAdam, NUMBERS, scaled_adam, "update", "+ size)", "- size)"),
     (LANS, NUMBERS, runtime, "sum_kernel", "offsets < count", "offsets < 1"),
     (LANS, NUMBERS, runtime, "pass_kernel", "static_range(2)", "static_range(1)"),
@@ -293,11 +295,12 @@ def assembled(kernel, **constants):
     target, options = GPUTarget("cuda", 90, 32), dict(enable_fp_fusion=False)
     return triton.compile(source, target=target, options=options).asm["ptx"]
 
-types = [(tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16), (tl.float64,) * 4]
-types += [(tl.float32, tl.float32, tl.uint8, tl.float32)]
-types += [(tl.bfloat16, weight, tl.uint8, tl.bfloat16) for weight in (tl.float32, tl.bfloat16)]
+numbers, masters = (tl.float32,) * 4, (tl.bfloat16, tl.float32, tl.float32, tl.bfloat16)
+types = [(*kind, total) for kind in (numbers, masters) for total in (tl.float32, tl.float64)]
+types += [(tl.float64,) * 5, (tl.float32, tl.float32, tl.uint8, tl.float32, tl.float64)]
+types += [(tl.bfloat16, w, tl.uint8, tl.bfloat16, tl.float64) for w in (tl.float32, tl.bfloat16)]
 for kind in types:
-    typed = dict(zip(("grad", "weight", "state", "param"), kind))
+    typed = dict(zip(("grad", "weight", "state", "param", "exact"), kind))
     fields = 7 if kind[2] == tl.uint8 else 5
     for one in [*LANS_PASSES[:3], *LAMB_PASSES[1:3], sums, update]:
         body = named(one.kernel)

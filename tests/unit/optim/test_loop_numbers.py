@@ -13,7 +13,7 @@ from steadygrad.optim.loops.runtime import CHUNK, Table
 from tests.contracts.problems import assert_same, give_gradients, threads
 
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
-FLOATS = (torch.float32,) * 4
+FLOATS = (torch.float32,) * 5
 
 
 # With the flags that the loops are compiled with.

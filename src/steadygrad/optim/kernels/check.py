@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.numerics import wide
 from steadygrad.optim import codes
 from steadygrad.optim.batch import Gradients, types_for_loops
 from steadygrad.optim.kernels import runtime
@@ -65,13 +66,15 @@ def _stepped(
     Their sizes are around the ends of blocks and of chunks, their rows of codes too. A step is left
     out for a NaN, and a gradient is None in the next.
     """
-    (grad, weight, state, own), chunk, block = types, runtime.CHUNK, runtime.BLOCK
+    (grad, weight, state, own, total), chunk, block = types, runtime.CHUNK, runtime.BLOCK
     is_coded, whole = state is torch.uint8, chunk // codes.BLOCK + 1
     sizes = 3, 1, block - 1, block, chunk, chunk + block + 1
     shapes: list[tuple[int, ...]] = [(size,) for size in sizes]
     if is_coded:
         shapes = [(codes.LEAST // 40 + 2, 40), (whole // 4 + 2, 1000), (whole, codes.BLOCK)]
-    asked = {"master_weights": weight is not own, "state_dtype": "8bit" if is_coded else "float32"}
+    # Where any are codes sums are wider, also of small parameters, which stay numbers.
+    state_dtype = "float32" if total is wide(weight) else "8bit"
+    asked = {"master_weights": weight is not own, "state_dtype": state_dtype}
     known = {k: v for k, v in (OPTIONS | asked).items() if k in optimizer.defaults}
     params = [_numbers(shape, i).to(device, own) for i, shape in enumerate(shapes)]
     one: Any = object.__new__(type(optimizer))
@@ -80,7 +83,7 @@ def _stepped(
         one.state[p][name] = one.state[p][name].to(state)
 
     def types_of(p: Tensor, g: Tensor | None, _: Any) -> Types | None:
-        return types_for_loops(p, g, one.state[p], one._large) if fused else None
+        return types_for_loops(p, g, one.state[p], one._large, one._is_exact) if fused else None
 
     for step in range(1, 5):
         first = step * len(shapes)

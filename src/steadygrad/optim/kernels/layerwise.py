@@ -44,7 +44,12 @@ def _moved(
 
 @triton.jit
 def move_moments(
-    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
+    places: tl.tuple,
+    by: tl.tuple,
+    options: tl.tuple,
+    here: tl.tuple,
+    has_two: tl.constexpr,
+    exact: tl.constexpr,
 ) -> Any:
     """Moves a block of the moments, unless they are codes; squares of the weight and directions."""
     coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
@@ -67,7 +72,12 @@ def move_moments(
 
 @triton.jit
 def move_weights(
-    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
+    places: tl.tuple,
+    by: tl.tuple,
+    options: tl.tuple,
+    here: tl.tuple,
+    has_two: tl.constexpr,
+    exact: tl.constexpr,
 ) -> Any:
     """Moves a block of the weights, of the parameters that are their roundings, and of codes."""
     at_x, at_p = places[1], places[-1]

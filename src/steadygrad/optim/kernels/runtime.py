@@ -220,6 +220,7 @@ def pass_kernel(
     weight: tl.constexpr,
     state: tl.constexpr,
     param: tl.constexpr,
+    exact: tl.constexpr,
     block: tl.constexpr,
     aligned: tl.constexpr,
     body: tl.constexpr,
@@ -232,7 +233,7 @@ def pass_kernel(
     The work on a block is a function of four tuples: pointers to a tensor's gradient, weight, large
     states and parameter; the tensor's factors; the options, the last of which is one over the loss
     scale in the gradients; and the block, see :mod:`steadygrad.optim.kernels.memory`. Factors and
-    options are of float64. It returns a tuple of blocks, whose elements are added up.
+    options are of float64. It returns a tuple of blocks, whose elements are added up in a type.
     """
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
@@ -248,9 +249,6 @@ def pass_kernel(
         tl.full((), option4, tl.float64),
         tl.load(inverse_scale).to(tl.float64),
     )
-    # A last digit of a sum may change a code.
-    is_wide: tl.constexpr = weight == tl.float64 or state == tl.float64 or coded
-    exact: tl.constexpr = tl.float64 if is_wide else tl.float32
     lanes, totals = lanes_of(block, coded), tl.tuple(())
     for _ in tl.static_range(rows):
         totals += (tl.zeros(lanes.shape, exact),)
@@ -277,6 +275,7 @@ def pass_kernel(
                     options,
                     (first, at, inside, aligned, partial, numbers, known),
                     has_two,
+                    exact,
                 )
                 totals = _added(totals, more, rows)
     own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
@@ -312,10 +311,9 @@ def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None
     coded = types[2] is torch.uint8
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)
-    sum_dtype = torch.float64 if coded else torch.promote_types(types[1], torch.float32)
     for table.aligned in (True, False):
         table.run(one, factors, (), table.one)
-    table.add_up(torch.empty(1, 1, dtype=sum_dtype, device=device))
+    table.add_up(torch.empty(1, 1, dtype=types[4], device=device))
 
 
 def _start(

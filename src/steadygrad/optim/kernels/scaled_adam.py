@@ -17,27 +17,36 @@ from steadygrad.optim.kernels.memory import (
 
 @triton.jit
 def sums(
-    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
+    places: tl.tuple,
+    by: tl.tuple,
+    options: tl.tuple,
+    here: tl.tuple,
+    has_two: tl.constexpr,
+    exact: tl.constexpr,
 ) -> Any:
     """A block's squares of gradients; if asked for, products with weights and squares of these."""
     at_g, at_p, at_out = places[0], places[1], places[-1]
-    # A last digit of a sum may change a code.
-    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
-    is_wide: tl.constexpr = coded or at_p.dtype.element_ty == tl.float64
-    exact: tl.constexpr = tl.float64 if is_wide else tl.float32
-    g = read_gradient(at_g, here, options[5]).to(exact)
+    gradient = read_gradient(at_g, here, options[5])
+    g = gradient.to(exact)
     found = (g * g,)
     if len(by) > 0:
-        p = tl.zeros_like(g)
+        p = tl.zeros(g.shape, tl.float64 if at_p.dtype.element_ty == tl.float64 else tl.float32)
         if by[0] != 0:
-            p = read_weight(at_p, at_out, here).to(exact)
-        found += (g * p, p * p)  # type: ignore[assignment]
+            p = read_weight(at_p, at_out, here)
+        x = p.to(exact)
+        # A product is rounded before it is added up, as in the update.
+        found += ((gradient.to(p.dtype) * p).to(exact), x * x)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def update(
-    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, has_two: tl.constexpr
+    places: tl.tuple,
+    by: tl.tuple,
+    options: tl.tuple,
+    here: tl.tuple,
+    has_two: tl.constexpr,
+    exact: tl.constexpr,
 ) -> Any:
     """Moves a block of ``delta``, ``v`` and weights; gradients times the weights as they were."""
     at_g, at_p, at_v, at_out = places[0], places[1], places[3], places[-1]
@@ -63,5 +72,4 @@ def update(
     write_moments(places, here, by, delta, v)
     before, after = options[3].to(p.dtype), options[4].to(p.dtype)
     write_weight(at_p, at_out, here, bounded(bounded(p, before) + delta.to(p.dtype), after))
-    exact: tl.constexpr = tl.float64 if coded else p.dtype
-    return (g.to(exact) * p.to(exact),)
+    return ((g.to(p.dtype) * p).to(exact),)

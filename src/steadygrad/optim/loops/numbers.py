@@ -71,18 +71,20 @@ class Kinds(NamedTuple):
     state: Any  # to compute states in
     number: Any  # gradients
     exact: Any  # weights
-    total: Any  # first sums: float64 for codes, which a last digit may change
+    total: Any  # first sums
     has_two: bool
-    is_coded: bool  # whether states are kept in eight bits
+    is_exact: bool  # whether sums are wider than weights
     source: int = SOURCE
 
 
-def kinds_of(grad: Any, weight: Any, state: Any, param: Any, has_two: bool = False) -> Kinds:
+def kinds_of(
+    grad: Any, weight: Any, state: Any, param: Any, total: Any, has_two: bool = False
+) -> Kinds:
     """The types, from those of gradients, weights, states and parameters as they lie in memory."""
     number, exact = (np.float32 if t in (np.uint16, np.int16) else t for t in (grad, weight))
-    is_coded = state is np.uint8
-    own, total = (np.float32, np.float64) if is_coded else (state, exact)
-    return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_coded)
+    own = np.float32 if state is np.uint8 else state
+    is_exact = total is not exact
+    return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_exact)
 
 
 def compiled(function: Callable[[Any], None], cache: bool) -> Any:

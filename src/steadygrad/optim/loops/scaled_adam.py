@@ -48,7 +48,7 @@ def sums(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
         sync_masters(p, out, size)
         for i in range(size):
             here = exact(widen(p[i]))
-            part_pg += exact(product(widen(g[i]), inverse_scale)) * here
+            part_pg += exact(product(product(widen(g[i]), inverse_scale), widen(p[i])))
             part_p += here * here
     return part_g, part_pg, part_p
 
@@ -60,14 +60,15 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
     beta1, beta2, rest2 = state(given[0]), state(given[1]), state(1 - given[1])
     before, after, root, rest1 = exact(given[3]), exact(given[4]), math.sqrt(by[2]), 1 - given[0]
     clip, eps, along_g = state(by[1]), state(given[2] / root), state(by[3] / root * rest1)
-    along_p, total = state(by[4] * rest1), 0.0
+    along_p, total = product(state(by[4]), state(rest1)), 0.0
     new, moves, weights = (room(state), room(state)), room(state), room(exact)
+    products = room(exact)
     moves[:] = 0
     for start, n, place in blocks_of(row[ROW], first, size):
         g, p, out = arrays_at(args, row, start, n, types)
         q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
         by_m, by_v = scales_of(row, place, q)
-        part, top_m, top_v = exact(0), np.uint32(0), np.uint32(0)
+        part, wide, top_m, top_v = exact(0), np.float64(0), np.uint32(0), np.uint32(0)
         sync_masters(p, out, n)
         if before < math.inf:
             for i in range(n):
@@ -78,7 +79,10 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
                 moves[i] = product(state(widen(p[i])), along_p)
         for i in range(n):
             here, gradient = exact(widen(p[i])), product(widen(g[i]), inverse_scale)
-            part += exact(gradient) * here
+            if types.is_exact:
+                products[i] = product(exact(gradient), here)
+            else:
+                part += exact(gradient) * here
             slope = product(state(gradient), clip)
             v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
             old, enough = first_number(q[i], by_m), used(v, state(0), by_v, q[i])
@@ -87,7 +91,11 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
             put(v, i, w, new[1])
             weights[i] = here + exact(delta)
             top_m, top_v = max(top_m, bits_of(abs(delta), q[i])), max(top_v, bits_of(v, q[i]))
-        total += np.float64(part)
+        # In a loop of its own: beside float64 the one above would take half as many at once.
+        if types.is_exact:
+            for i in range(n):
+                wide += np.float64(products[i])
+        total += wide + np.float64(part)
         for i in range(n):
             p[i] = narrow(min(max(weights[i], -after), after), p[i])
         round_masters(p, out, n)
