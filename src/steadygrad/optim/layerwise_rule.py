@@ -171,6 +171,7 @@ def _move_weights(bucket: Bucket, by: Coefficients, options: Options, *, has_two
     u = u.mul_(along_g).addcmul_(m, along_m) if has_two else m * along_m
     u.div_(_denominator(bucket, unbias2, options))
     move_by(bucket, keep, u)
+    del u  # Codes are made in its place.
     if bucket.coded:
         bucket.keep_moments(by.taken)
 
