@@ -185,4 +185,5 @@ def test_more_elements_than_32_bits_count(entry, dtype):
     assert all(optimizer.state[p][name].shape == (size,) for name in entry.large)
     assert "_foreach_norm" in watch.large
     assert not watch.large & {"dot", "vdot", "mv", "mm", "addmm"}
-    assert size <= memory.peak <= 2 * 4 * size + 2**16
+    # Beside codes roots are taken in float64.
+    assert size <= memory.peak <= (4 if entry.coded else 2) * 4 * size + 2**16

@@ -19,7 +19,6 @@ from steadygrad.optim.passes import (
     BACKENDS,
     Types,
     addresses_of,
-    cast,
     sync_masters,
     tensor_of,
 )
@@ -189,11 +188,15 @@ class ParamBatch:
     def steps(self) -> Any:
         """Steps that each parameter has taken, with shape ``(tensors)``, in the widest type."""
         # A copy: the column is written to before the step is over.
-        return cast(self.columns["step"] + 0.0, self.exact)
+        step = self.columns["step"]
+        return step.astype(np.float64) if self.on_host else step.to(self.exact, copy=True)
 
     def store(self, name: str, values: Any) -> None:
         """Writes new values of a column."""
-        self.columns[name][...] = values
+        if self.on_host:
+            self.columns[name][...] = values
+        else:
+            self.columns[name].copy_(values)
         if not self.views:
             rows = [state[name] for state in self.states]
             torch._foreach_copy_(rows, list(self.columns[name].unbind()))

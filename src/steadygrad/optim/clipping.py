@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import may_hold
-from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
+from steadygrad.optim.passes import cast, counted, inverse, root, tensor_of, where
 
 # Steps at which the current recipe takes a first, doubled threshold from as many norms.
 EARLY = (10, 20, 40)
@@ -59,7 +59,7 @@ def clip(
     """
     period, own = len(known.norms), known.norms.dtype
     taken, norm = ok & (step > 0), cast(norm, own)
-    place = library_of(known.norms).ones_like(known.norms).cumsum(0) - 1 == step % period
+    place = counted(known.norms) == step % period
     # A norm may overflow where each gradient is finite: it must not switch the threshold off.
     seen = place & taken & (norm < torch.inf)
     norms = where(seen, norm, known.norms)
@@ -80,7 +80,7 @@ def clip(
         threshold = where(due, found, threshold)
         clipped = where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.
-    factor = 1 / (norm + 1e-20) * cast(threshold, own)
+    factor = inverse(norm + 1e-20) * cast(threshold, own)
     factor = where(factor > 1, 1.0, factor)
     # Without a threshold infinity over an infinite norm is no number.
     factor = where(taken & (threshold < torch.inf), factor, 1.0)

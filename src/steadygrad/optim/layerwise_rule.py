@@ -38,6 +38,7 @@ from steadygrad.optim.passes import (
     average,
     clamp,
     grad_sq_norms,
+    inverse,
     library_of,
     move_by,
     root,
@@ -88,8 +89,8 @@ def factors(scale: Tensor, step: Tensor, taken: Tensor, options: Options) -> Fac
     ``scale`` is the gradient of the moments over the one given, ``(tensors)`` or ``()``.
     """
     # A first step that is not taken leaves the count at zero; its corrections go unused.
-    t = where(step > 1, step, 1.0)
-    unbias = (1 / (1 - beta**t) for beta in (options.beta1, options.beta2))
+    t = clamp(step, 1, None)
+    unbias = (inverse(1 - beta**t) for beta in (options.beta1, options.beta2))
     # The norm of a step that is not taken, and so the scale, may be NaN.
     return Factors(taken, where(taken, scale, 0.0), *unbias)
 
@@ -130,7 +131,7 @@ def lengths(x: Any, m: Any, g: Any, taken: Any, lr: Any, numbers: Any) -> Any:
 
 def inverse_norms(sq_norms: Any) -> Any:
     """One over the norm of each gradient, by which LANS normalises it; zero for a zero norm."""
-    return where(sq_norms > 0, 1 / root(sq_norms), 0.0)
+    return where(sq_norms > 0, inverse(root(sq_norms)), 0.0)
 
 
 def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:

@@ -107,6 +107,13 @@ def root(x: Any) -> Any:
     return library_of(x).sqrt(x)
 
 
+def rounded_root(x: Any) -> Any:
+    """Square root to the last digit, by which vectorised ones of float32 are off now and then."""
+    if not isinstance(x, Tensor):
+        return np.sqrt(x)
+    return x.to(exact(x.device), copy=True).sqrt_().to(x.dtype)
+
+
 def clamp(x: Any, low: Any, high: Any) -> Any:
     """The number between two bounds that is nearest."""
     return x.clip(low, high)
@@ -115,6 +122,17 @@ def clamp(x: Any, low: Any, high: Any) -> Any:
 def where(flag: Any, first: Any, second: Any) -> Any:
     """The first number where a flag holds, else the second."""
     return library_of(flag).where(flag, first, second)
+
+
+def inverse(x: Any) -> Any:
+    """One over a number."""
+    return library_of(x).reciprocal(x)
+
+
+def counted(row: Any) -> Any:
+    """Places along the last axis of a column, from zero."""
+    count = row.shape[-1]
+    return torch.arange(count, device=row.device) if isinstance(row, Tensor) else np.arange(count)
 
 
 def tensor_of(column: Any) -> Tensor:
@@ -160,10 +178,7 @@ def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> N
 
 def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
     """Square roots."""
-    if not bucket.is_exact:
-        return tensor.sqrt()
-    # Vectorised roots in float32 are off by a last digit now and then.
-    return tensor.to(exact(tensor.device)).sqrt_().to(tensor.dtype)
+    return rounded_root(tensor) if bucket.is_exact else tensor.sqrt()
 
 
 def second_moment(bucket: Bucket, betas: tuple[float, float]) -> Tensor:

@@ -37,10 +37,13 @@ from steadygrad.optim.passes import (
     add_squares,
     cast,
     clamp,
+    counted,
     decays_of,
+    inverse,
     library_of,
     root,
     roots,
+    rounded_root,
     where,
 )
 
@@ -96,12 +99,13 @@ def finite(sums: Any, needed: Any, dtype: torch.dtype, period: int) -> Any:
     do not; and the state, of type ``dtype``, may have a smaller range than the weights.
     """
     # A sum of squares is below infinity unless it is infinite or NaN.
-    found = cast(sums[0], dtype) < torch.inf
+    squares, products, weights = tuple(sums)
+    found = cast(squares, dtype) < torch.inf
     if not may_hold(needed):
         return found
     # Twice the sum: that of a period is rounded.
-    squares = cast(sums[1] * sums[1] * (2 * period), dtype)
-    return found & (((squares < torch.inf) & (sums[2] < torch.inf)) | ~needed)
+    squares = cast(products * products * (2 * period), dtype)
+    return found & (((squares < torch.inf) & (weights < torch.inf)) | ~needed)
 
 
 class StepScales(NamedTuple):
@@ -127,7 +131,7 @@ def step_scales(
     ``clip`` a factor on all gradients: clipping and direction.
     """
     remaining = 1 - rule.betas[1] ** (step + 1)
-    factor, one = 1 / remaining, library_of(step).ones_like(step)
+    factor, one = inverse(remaining), library_of(step).ones_like(step)
     # In 2022 one-element parameters were corrected without end.
     if known is not None or not rule.original:
         factor = where(remaining < CORRECTED_BELOW, factor, 1.0)
@@ -178,7 +182,7 @@ def size_step(
     # The product of a tensor and a number is rounded to the tensor's type.
     lr = rule.lr.to(mean.dtype) if isinstance(rule.lr, Tensor) else rule.lr
     lr = lr * rule.scalar_lr_scale
-    raw = -lr * scale * ring.sum(1) / (root(known.mean_square) + rule.eps)
+    raw = -lr * scale * ring.sum(1) / (rounded_root(known.mean_square) + rule.eps)
     return known, where(due, _bounded(raw, known.rms, lr, rule), 0.0)
 
 
@@ -189,8 +193,7 @@ def remembered(ring: Any, size_gradient: Any, step: Any, taken: Any) -> Any:
     that have grown since the last size step, which did not need it.
     """
     period = ring.shape[1]
-    # Counted up, as there is no range on the device of a column without a word of torch's own.
-    place = library_of(ring).ones_like(ring).cumsum(1) - 1 == (step % period)[:, None]
+    place = counted(ring) == (step % period)[:, None]
     usable = where(size_gradient * size_gradient * (2 * period) < torch.inf, size_gradient, 0.0)
     return where(place & taken[:, None], usable[:, None], ring)
 

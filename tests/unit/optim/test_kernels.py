@@ -142,8 +142,8 @@ def test_what_kernels_cannot_take_goes_by_calls():
 
 
 WEIGHTS = [(F32, F32), (F32, BF16), (BF16, BF16), (F32, F16), (F16, F16)]
-# Every type of gradients, masters or none; then numbers, beside codes and not, with gradients of the
-# parameters' types.
+# Every type of gradients, masters or none; then numbers, beside codes and not, with gradients of
+# the parameters' types.
 TYPES = [(g, w, U8, p, F64) for g, (w, p) in product((F32, BF16, F16, F64), WEIGHTS)]
 TYPES += [(p, w, F32, p, total) for (w, p), total in product(WEIGHTS, (F32, F64))]
 TYPES += [(F64, F64, state, F64, F64) for state in (F32, F64)]
