@@ -123,7 +123,7 @@ class ParamBatch:
         # device; None: at its own place.
         together = [] if tables else places_of(self)
         self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
-        order = sorted(range(len(places)), key=places.__getitem__)
+        order = sorted(range(len(places)), key=lambda k: places[k])
         self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
         self._shared = {*chain(*(own for own in together if len(own) > 1))}
         self.moments = tuple(map(self._lines, moments))

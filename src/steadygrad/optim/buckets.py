@@ -175,8 +175,9 @@ def places_of(batch: "ParamBatch") -> list[list[int]]:
     # A wrapper is worked on as it is.
     pairs, left = zip(sizes, batch.weights, strict=True), room
     alone = [n > most or type(weight.detach()) is not Tensor for n, weight in pairs]
-    kinds, buckets = [*zip(alone, batch.coded, strict=True)], list[list[int]]()
-    for i in sorted(range(len(sizes)), key=kinds.__getitem__):
+    kinds = [*zip(alone, batch.coded, strict=True)]
+    buckets: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: kinds[i]):
         if alone[i] or not buckets or sizes[i] > left or kinds[i] != kinds[buckets[-1][0]]:
             buckets.append([])
             left = room
