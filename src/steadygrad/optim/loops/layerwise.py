@@ -17,8 +17,8 @@ from steadygrad.optim.loops.codes import (
     product,
     put,
     room,
-    scales_of,
     second_number,
+    states_at,
     used,
     write,
 )
@@ -42,7 +42,6 @@ from steadygrad.optim.loops.numbers import (
     look_at,
     narrow,
     round_masters,
-    state_at,
     stop_of,
     sync_masters,
     take_turn,
@@ -66,8 +65,7 @@ def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, 
     part_x, part_m, part_g = state(0), state(0), state(0)
     for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
-        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
-        by_m, by_v = scales_of(row, place, q)
+        q, w, (by_m, by_v) = states_at(row, start, n, place, types)
         sync_masters(x, p, n)
         for i in range(n):
             slope = product(state(product(widen(g[i]), inverse_scale)), scale)
@@ -98,8 +96,7 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
     keep, new, moved = exact(by[5]), (room(state), room(state)), room(exact)
     for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
-        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
-        by_m, by_v = scales_of(row, place, q)
+        q, w, (by_m, by_v) = states_at(row, start, n, place, types)
         top_m, top_v = np.uint32(0), np.uint32(0)
         for i in range(n):
             slope = product(state(product(widen(g[i]), inverse_scale)), scale)

@@ -4,7 +4,6 @@ Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` 
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -21,8 +20,7 @@ from steadygrad.optim.passes import clamp, root, where
 BLOCK = 4096
 # Sums that a pass may leave for each chunk.
 MOST_SUMS = 3
-# Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
-# ROW is a number: elements of a row.
+# Columns of addresses, of which ROW is a number: elements of a row.
 GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
@@ -87,20 +85,18 @@ def kinds_of(
     return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_exact)
 
 
-def compiled(function: Callable[[Any], None], cache: bool) -> Any:
+def compiled(function: Any, cache: bool) -> Any:
     """The function as C code; its ``address`` is where that starts."""
     signature = types.void(types.voidptr)
     return cfunc(signature, cache=cache, fastmath=FAST, error_model="numpy")(function)
 
 
-def instruction(returns: Any, takes: Any, emit: Callable[[Any, Any], Any]) -> Any:
-    """A function of one value that is written in the compiler's own instructions."""
+def instruction(returns: Any, emit: Any) -> Any:
+    """A function of one whole number that is written in the compiler's own instructions."""
 
     @intrinsic
     def call(typing: Any, value: Any) -> Any:
-        return returns(takes), lambda _context, builder, _signature, values: emit(
-            builder, values[0]
-        )
+        return returns(types.int64), lambda _, builder, __, values: emit(builder, *values)
 
     return call
 
@@ -111,28 +107,37 @@ def _call(builder: Any, address: Any) -> Any:
     return ir.Constant(INT64, 0)
 
 
+def _cell(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, INT64.as_pointer())
+
+
 # Calls the function of no arguments at an address.
-call = instruction(types.int64, types.int64, _call)
-pointer = instruction(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
+call = instruction(types.int64, _call)
+pointer = instruction(types.voidptr, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
 # The next number of a counter that threads share. What a thread wrote before it counted is there
 # for one that has looked at the counter.
 fetch_next = instruction(
-    types.int64,
-    types.int64,
-    lambda b, x: b.atomic_rmw(
-        "add", b.inttoptr(x, INT64.as_pointer()), ir.Constant(INT64, 1), "release"
-    ),
+    types.int64, lambda b, x: b.atomic_rmw("add", _cell(b, x), ir.Constant(INT64, 1), "release")
 )
-look_at = instruction(
-    types.int64,
-    types.int64,
-    lambda b, x: b.load_atomic(b.inttoptr(x, INT64.as_pointer()), "acquire", 8),
-)
+look_at = instruction(types.int64, lambda b, x: b.load_atomic(_cell(b, x), "acquire", 8))
 
 
 def block_of(function: Any) -> Any:
     """Compiles a function into every loop that calls it."""
     return njit(inline="always")(function)
+
+
+def by_types(**options: Any) -> Any:
+    """A decorator of what returns, for types of arguments, the function that takes such ones."""
+
+    def decorate(choose: Any) -> Any:
+        def chosen(*given: Any) -> Any: ...
+
+        # Not strict, because that compares annotations, which a lambda cannot have.
+        overload(chosen, strict=False, **options)(choose)
+        return chosen
+
+    return decorate
 
 
 @block_of
@@ -148,8 +153,7 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
     A loop over it counts from zero: only then does the compiler see that no index is negative,
     which would mean one from the end, and that elements may be worked on side by side.
     """
-    size = carray(pointer(address), 1, dtype).itemsize
-    return carray(pointer(address + first * size), length, dtype)
+    return array_at(address + first * array_at(address, 1, dtype).itemsize, length, dtype)
 
 
 @block_of
@@ -178,10 +182,7 @@ def stop_of(args: Any, turn: Any) -> Any:
 def go_over(
     block: Any, args: Any, row: Any, chunk: Any, by: Any, given: Any, types: Any, sums: Any
 ) -> Any:
-    """Adds up what a function returns for every piece of a chunk.
-
-    The function is ``block(args, row, first, size, by, given, types)``.
-    """
+    """Adds up what a function returns for every piece of a chunk."""
     stop = chunk[1] + chunk[2]
     for first in range(chunk[1], stop, chunk[5]):
         parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
@@ -202,9 +203,8 @@ def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
         if place >= stop_of(args, 0):
             return
         chunk = chunk_at(args, place)
-        there = of_gradients and table[chunk[0], GRAD] != 0
-        if there or (len(factors) > 0 and factors[0, chunk[0]] != 0.0):
-            row, by = table[chunk[0]], factors[:, chunk[0]]
+        row, by = table[chunk[0]], factors[:, chunk[0]]
+        if (of_gradients and row[GRAD] != 0) or (len(by) > 0 and by[0] != 0.0):
             go_over(block, args, row, chunk, by, given, types, sums[place])
 
 
@@ -278,36 +278,27 @@ def narrow_float16(x: Any) -> Any:
     return np.int16(narrow | ((bits >> 16) & 0x8000))
 
 
+@by_types()
 def widen(number: Any) -> Any:
     """A number as a floating one."""
-
-
-@overload(widen, strict=False)
-def _widen(number: Any) -> Any:
     found = {types.uint16: wide_bfloat16, types.int16: wide_float16}.get(number)
     return (lambda number: number) if found is None else (lambda number: found(number))
 
 
+@by_types()
 def narrow(number: Any, like: Any) -> Any:
     """A number as the type of ``like`` has it."""
-
-
-# Not strict, because that compares annotations, which a lambda cannot have.
-@overload(narrow, strict=False)
-def _narrow(number: Any, like: Any) -> Any:
     found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
     return (lambda number, like: number) if found is None else (lambda number, like: found(number))
 
 
-def sync_masters(master: Any, parameter: Any, size: Any) -> None:
+@by_types()
+def sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
 
-
-@overload(sync_masters, strict=False)
-def _sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     def sync(master: Any, parameter: Any, size: Any) -> None:
         for i in range(size):
             same = narrow(master[i], parameter[i]) == parameter[i]
@@ -316,12 +307,10 @@ def _sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     return sync if master.dtype != parameter.dtype else lambda master, parameter, size: None
 
 
-def round_masters(master: Any, parameter: Any, size: Any) -> None:
+@by_types()
+def round_masters(master: Any, parameter: Any, size: Any) -> Any:
     """Rounds masters to their parameters."""
 
-
-@overload(round_masters, strict=False)
-def _round_masters(master: Any, parameter: Any, size: Any) -> Any:
     def round_all(master: Any, parameter: Any, size: Any) -> None:
         for i in range(size):
             parameter[i] = narrow(master[i], parameter[i])
