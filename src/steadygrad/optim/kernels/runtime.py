@@ -289,15 +289,9 @@ def sum_kernel(
     tl.store(found + row * batch + member, tl.sum(total))
 
 
-def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
-    """Compiles the kernels of passes for some types, and raises whatever the compiler raises."""
-    for one in passes:
-        _prepare(one, types, states, device)
-
-
 @cache
-def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
-    """Compiles a kernel and loads it, by runs over an empty tensor."""
+def prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
+    """Compiles a kernel and loads it, by runs over an empty tensor; raises what compilers raise."""
     coded = types[2] is torch.uint8
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)

@@ -36,13 +36,11 @@ from steadygrad.optim.loops.numbers import (
     arrays_at,
     block_of,
     call,
-    chunk_at,
     fetch_next,
     go_over,
     look_at,
     narrow,
     round_masters,
-    stop_of,
     sync_masters,
     take_turn,
     widen,
@@ -147,7 +145,7 @@ def waves_kernel(types: Kinds) -> Any:
     """
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, given = arguments(data)
+        args, chunks, stops, table, sums, factors, given = arguments(data)
         exact, turn, start, here, stop = types.exact, 0, 0, 0, 0
         moves, again = False, False
         while True:
@@ -158,7 +156,7 @@ def waves_kernel(types: Kinds) -> Any:
                 else:
                     here = fetch_next(args[COUNTERS] + turn * LINE)
                     is_wave = turn == args[TURNS]
-                    if here >= stop_of(args, turn):
+                    if here >= stops[turn]:
                         if is_wave:
                             return
                         turn, here = turn + 1, stop
@@ -167,7 +165,7 @@ def waves_kernel(types: Kinds) -> Any:
                     if is_wave:
                         ends = array_at(args[WAVES] + here * 16, 2, np.int64)
                         start, here, stop, moves = ends[0], ends[0], ends[1], False
-            chunk = chunk_at(args, here)
+            chunk = chunks[here]
             row, by = table[chunk[0]], factors[:, chunk[0]]
             if by[0] != 0.0 and not moves:
                 go_over(directions, args, row, chunk, by, given, types, sums[here])

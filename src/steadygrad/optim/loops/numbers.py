@@ -42,9 +42,7 @@ WAVES = 14  # address of the first chunk of each wave and the one after its last
 ROWS = 15  # number of factors
 NUMBERS = 16  # number of options, the last of which is one over the loss scale in the gradients
 PLACES = 17
-# Bytes of a line of the cache, and of a row of the table of chunks.
-LINE, CHUNK_ROW = 64, 48
-
+LINE = 64  # bytes of a line of the cache
 
 # What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
 # that changes with these, so that they are compiled anew.
@@ -158,24 +156,15 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 
 @block_of
 def arguments(data: Any) -> Any:
-    """The arguments of a kernel, and their tables: addresses, sums, factors and options."""
+    """Arguments of a kernel; tables of chunks, ends of turns, addresses, sums, factors, options."""
     args = carray(data, PLACES, np.int64)
+    chunks = array_at(args[CHUNK_TABLE], (args[CHUNKS], 6), np.int64)
+    stops = array_at(args[STOPS], args[TURNS] + 1, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (args[ROWS], args[TENSORS]), np.float64)
-    return args, addresses, sums, table, array_at(args[OPTIONS], args[NUMBERS], np.float64)
-
-
-@block_of
-def chunk_at(args: Any, place: Any) -> Any:
-    """A row of the table of chunks."""
-    return array_at(args[CHUNK_TABLE] + place * CHUNK_ROW, 6, np.int64)
-
-
-@block_of
-def stop_of(args: Any, turn: Any) -> Any:
-    """The number at which a turn's counter ends."""
-    return array_at(args[STOPS] + turn * 8, 1, np.int64)[0]
+    options = array_at(args[OPTIONS], args[NUMBERS], np.float64)
+    return args, chunks, stops, addresses, sums, table, options
 
 
 @block_of
@@ -197,12 +186,12 @@ def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    args, table, sums, factors, given = arguments(data)
+    args, chunks, stops, table, sums, factors, given = arguments(data)
     while True:
         place = fetch_next(args[COUNTERS])
-        if place >= stop_of(args, 0):
+        if place >= stops[0]:
             return
-        chunk = chunk_at(args, place)
+        chunk = chunks[place]
         row, by = table[chunk[0]], factors[:, chunk[0]]
         if (of_gradients and row[GRAD] != 0) or (len(by) > 0 and by[0] != 0.0):
             go_over(block, args, row, chunk, by, given, types, sums[place])

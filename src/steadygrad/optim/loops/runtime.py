@@ -117,7 +117,7 @@ class Table:
         self.args[numbers.OPTIONS] = options.ctypes.data
         self.args[numbers.ROWS], self.args[numbers.NUMBERS] = len(factors), len(options)
         if one not in self.kernels:
-            self.kernels[one] = _KERNEL(_kernel_of(one, self.types).address)
+            self.kernels[one] = _KERNEL(prepare(one, self.types).address)
         _run(self.kernels[one], self.args, threads)
         if not one.rows:
             return self.partial_sums
@@ -206,13 +206,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
-    """Compiles the loops of passes for some types, and raises whatever the compiler raises."""
-    for one in passes:
-        _kernel_of(one, types)
-
-
-def _kernel_of(one: Pass, types: Types) -> Any:
+def prepare(one: Pass, types: Types, *_: Any) -> Any:
+    """A pass's loop for some types, compiled once; raises whatever the compiler raises."""
     with _LOCK:
         return _kernel_for(named(one.loop), types, one.constants)
 
