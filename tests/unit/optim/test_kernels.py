@@ -56,9 +56,9 @@ def _kernels_on_cpu(monkeypatch):
     for name, empty in (("BROKEN", {}), ("_READY", set()), ("_WARNED", set())):
         monkeypatch.setattr(loops, name, empty)
     monkeypatch.setattr(check, "difference", lambda *_: None)
-    runtime._prepare.cache_clear()
+    runtime.prepare.cache_clear()
     yield
-    runtime._prepare.cache_clear()
+    runtime.prepare.cache_clear()
 
 
 @pytest.fixture

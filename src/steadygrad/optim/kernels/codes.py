@@ -76,9 +76,8 @@ def read_moments(places: tl.tuple, here: tl.tuple) -> Any:
 @triton.jit
 def used(places: tl.tuple, v: tl.tensor, floor: tl.tensor, least: tl.tensor) -> Any:
     """Second moments to go by, of codes not below some bounds."""
-    if places[2].dtype.element_ty == tl.uint8:
-        v = tl.maximum(tl.maximum(v, floor), least)
-    return v
+    is_coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
+    return tl.maximum(tl.maximum(v, floor), least) if is_coded else v
 
 
 @triton.jit

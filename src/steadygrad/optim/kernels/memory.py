@@ -65,11 +65,7 @@ def bounded(x: tl.tensor, bound: tl.tensor) -> Any:
 @triton.jit
 def _widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
     """Loaded values as numbers of float32 at least."""
-    if dtype.primitive_bitwidth == 16:
-        found = x.to(tl.float32)
-    else:
-        found = x
-    return found
+    return x.to(tl.float32) if dtype.primitive_bitwidth == 16 else x
 
 
 @triton.jit
@@ -85,11 +81,8 @@ def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
 @triton.jit
 def load(place: tl.tensor, here: tl.tuple) -> Any:
     """A block as it is stored; zeros for what is not there."""
-    if here[4]:
-        found = tl.load(_pointers(place, here), mask=here[2], other=0)
-    else:
-        found = tl.load(_pointers(place, here))
-    return found
+    at = _pointers(place, here)
+    return tl.load(at, mask=here[2], other=0) if here[4] else tl.load(at)
 
 
 @triton.jit
@@ -128,10 +121,7 @@ def read_weight(weight: tl.tensor, param: tl.tensor, here: tl.tuple) -> Any:
 def write(place: tl.tensor, here: tl.tuple, numbers: tl.tensor) -> None:
     """Rounds a block of numbers and stores it."""
     found = numbers.to(place.dtype.element_ty)
-    if here[4]:
-        tl.store(_pointers(place, here), found, mask=here[2])
-    else:
-        tl.store(_pointers(place, here), found)
+    tl.store(_pointers(place, here), found, mask=here[2] if here[4] else None)
 
 
 @triton.jit

@@ -5,7 +5,6 @@ of each tensor, always in the same order.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -136,9 +135,9 @@ class Table:
         numbers = np.zeros(MOST_OPTIONS)
         numbers[: len(options)] = options
         _start(
+            self,
             pass_kernel,
             (len(self.chunks),),
-            self.device,
             self.device_addresses,
             self.chunks,
             self.partial_sums,
@@ -161,7 +160,7 @@ class Table:
     def add_up(self, found: Tensor) -> None:
         """Writes sums of the last pass over each tensor, into columns of ``(rows, batch)``."""
         given = self.partial_sums, self.ends, found, len(self.chunks), found.shape[1]
-        _start(sum_kernel, (len(self.lengths), len(found)), self.device, *given)
+        _start(self, sum_kernel, (len(self.lengths), len(found)), *given)
 
 
 def run(
@@ -241,22 +240,13 @@ def pass_kernel(
     coded: tl.constexpr = state == tl.uint8
     places = places_of(addresses, fields, tensor, grad, weight, state, param)
     by = factors_of(factors, tensors, member, columns + 2 if coded and columns > 1 else columns)
-    options = (
-        tl.full((), option0, tl.float64),
-        tl.full((), option1, tl.float64),
-        tl.full((), option2, tl.float64),
-        tl.full((), option3, tl.float64),
-        tl.full((), option4, tl.float64),
-        tl.load(inverse_scale).to(tl.float64),
-    )
+    given = option0, option1, option2, option3, option4, tl.load(inverse_scale)
+    options = [tl.full((), x, tl.float64) for x in given]
     lanes, totals = lanes_of(block, coded), tl.tuple(())
     for _ in tl.static_range(rows):
         totals += (tl.zeros(lanes.shape, exact),)
     # Sums over gradients, which have one factor at most, are of all tensors.
-    there = length >= 0
-    if columns > 1:
-        there = by[0] != 0
-    if there:
+    if by[0] != 0 if columns > 1 else length >= 0:
         full = length // block * block
         if coded:
             # Rows of whole blocks lie in memory as if they were one.
@@ -299,15 +289,9 @@ def sum_kernel(
     tl.store(found + row * batch + member, tl.sum(total))
 
 
-def prepare(passes: Sequence[Pass], types: Types, states: int, device: torch.device) -> None:
-    """Compiles the kernels of passes for some types, and raises whatever the compiler raises."""
-    for one in passes:
-        _prepare(one, types, states, device)
-
-
 @cache
-def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
-    """Compiles a kernel and loads it, by runs over an empty tensor."""
+def prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
+    """Compiles a kernel and loads it, by runs over an empty tensor; raises what compilers raise."""
     coded = types[2] is torch.uint8
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)
@@ -316,8 +300,6 @@ def _prepare(one: Pass, types: Types, states: int, device: torch.device) -> None
     table.add_up(torch.empty(1, 1, dtype=types[4], device=device))
 
 
-def _start(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **named: Any
-) -> None:
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+def _start(table: Table, kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+    with torch.cuda.device_of(table.one):
         kernel[grid](*given, **named)

@@ -6,13 +6,7 @@ import triton
 import triton.language as tl
 
 from steadygrad.optim.kernels.codes import read_moments, used, write_moments
-from steadygrad.optim.kernels.memory import (
-    bounded,
-    cast,
-    read_gradient,
-    read_weight,
-    write_weight,
-)
+from steadygrad.optim.kernels.memory import bounded, cast, read_gradient, read_weight, write_weight
 
 
 @triton.jit

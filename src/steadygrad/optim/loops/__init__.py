@@ -67,7 +67,8 @@ def prepare(optimizer: Any, types: Types, device: torch.device) -> str | None:
             return f"a CUDA graph records, and kernels have not been tried on {device} before"
         why = None
         try:
-            runtime_of(device).prepare(passes, types, len(optimizer._large), device)
+            for one in passes:
+                runtime_of(device).prepare(one, types, len(optimizer._large), device)
             if is_kernel:
                 check = importlib.import_module("steadygrad.optim.kernels.check")
                 why = check.difference(optimizer, types, device)

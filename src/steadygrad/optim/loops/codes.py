@@ -10,10 +10,10 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, HIGH, LOW, SECOND, least_ratio
-from steadygrad.optim.loops.numbers import STATES, block_at, block_of
+from steadygrad.optim.loops.numbers import STATES, block_at, block_of, by_types, state_at
 
 # Columns of addresses behind those of a first and a second state: their scales.
 SCALES = STATES + 2
@@ -32,8 +32,6 @@ SECOND_SHIFT, LOW, HIGH = np.uint32(SECOND.shift), np.uint32(LOW), np.uint32(HIG
 # Rounded after each operation, as multi-tensor calls do: both ways come to the same codes. It must
 # be said: a function without a word of its own may do what its caller may.
 exactly = njit(error_model="numpy", fastmath=False)
-# A product and a sum in one, where either order is exact.
-_fused = njit(error_model="numpy", fastmath={"contract"})
 least_ratio_of = exactly(least_ratio)
 
 
@@ -57,23 +55,6 @@ def averaged(old: Any, new: Any, beta: Any, rest: Any) -> Any:
 def power(exponent: Any) -> Any:
     """The power of two with a biased exponent."""
     return np.uint32(np.uint32(exponent) << 23).view(np.float32)
-
-
-@_fused
-def first_of(code: Any, scale: Any) -> Any:
-    """The number of a first moment's code."""
-    # The sign fills all bits above a code.
-    bits = np.uint32(np.int32(np.int8(code)) << DIGITS)
-    size = np.uint32((bits & FIRST_BITS) | FIRST_BASE).view(np.float32)
-    offset = np.float32(scale * FIRST_OFFSET).view(np.uint32)
-    return size * scale - np.uint32((bits & SIGN) | offset).view(np.float32)
-
-
-@_fused
-def second_of(code: Any, scale: Any) -> Any:
-    """The number of a second moment's code."""
-    size = np.uint32((np.uint32(code) << DIGITS) | SECOND_BASE).view(np.float32)
-    return size * scale - np.float32(scale * SECOND_OFFSET)
 
 
 @exactly
@@ -107,81 +88,78 @@ def blocks_of(row: Any, first: Any, size: Any) -> Any:
         column = 0 if column + n == row else column + n
 
 
+def if_coded(numbers: Any, **options: Any) -> Any:
+    """A decorator of a function of codes; of numbers there is another."""
+
+    def decorate(codes: Any) -> Any:
+        def choose(*given: Any) -> Any:
+            coded = types.uint8 in [getattr(one, "dtype", one) for one in given]
+            return codes if coded else numbers
+
+        return by_types(**options)(choose)
+
+    return decorate
+
+
+ONE = np.float32(1)
+
+
+@if_coded(lambda row, place, state: (ONE, ONE))
 def scales_of(row: Any, place: Any, state: Any) -> Any:
     """Scales of a block's first and second state."""
+    e = block_at(row[SCALES], place, 1, np.uint8)
+    f = block_at(row[SCALES + 1], place, 1, np.uint8)
+    return power(e[0]), power(f[0])
 
 
-@overload(scales_of, strict=False)
-def _scales_of(row: Any, place: Any, state: Any) -> Any:
-    def found(row: Any, place: Any, state: Any) -> Any:
-        e = block_at(row[SCALES], place, 1, np.uint8)
-        f = block_at(row[SCALES + 1], place, 1, np.uint8)
-        return power(e[0]), power(f[0])
-
-    one = np.float32(1)
-    return found if state.dtype is types.uint8 else (lambda row, place, state: (one, one))
+@block_of
+def states_at(row: Any, first: Any, size: Any, place: Any, types: Any) -> Any:
+    """A block of the first and of the second state, and their scales."""
+    q, w = state_at(row, 0, first, size, types), state_at(row, 1, first, size, types)
+    return q, w, scales_of(row, place, q)
 
 
+# A product and a sum in one, where either order is exact.
+FUSED = {"fastmath": {"contract"}, "error_model": "numpy"}
+
+
+@if_coded(lambda state, scale: state, jit_options=FUSED)
 def first_number(state: Any, scale: Any) -> Any:
     """A first moment as a number."""
+    # The sign fills all bits above a code.
+    bits = np.uint32(np.int32(np.int8(state)) << DIGITS)
+    size = np.uint32((bits & FIRST_BITS) | FIRST_BASE).view(np.float32)
+    offset = np.float32(scale * FIRST_OFFSET).view(np.uint32)
+    return size * scale - np.uint32((bits & SIGN) | offset).view(np.float32)
 
 
+@if_coded(lambda state, scale: state, jit_options=FUSED)
 def second_number(state: Any, scale: Any) -> Any:
     """A second moment as a number."""
+    size = np.uint32((np.uint32(state) << DIGITS) | SECOND_BASE).view(np.float32)
+    return size * scale - np.float32(scale * SECOND_OFFSET)
 
 
+@if_coded(lambda second, least, scale, state: second)
 def used(second: Any, least: Any, scale: Any, state: Any) -> Any:
     """A second moment to go by: not below the least code but zero, nor below a bound."""
+    return max(max(second, scale * SECOND_LEAST), least)
 
 
-overload(first_number, strict=False)(
-    lambda state, scale: (
-        (lambda state, scale: first_of(state, scale))
-        if state is types.uint8
-        else (lambda state, scale: state)
-    )
-)
-overload(second_number, strict=False)(
-    lambda state, scale: (
-        (lambda state, scale: second_of(state, scale))
-        if state is types.uint8
-        else (lambda state, scale: state)
-    )
-)
-overload(used, strict=False)(
-    lambda second, least, scale, state: (
-        (lambda second, least, scale, state: max(max(second, scale * SECOND_LEAST), least))
-        if state is types.uint8
-        else (lambda second, least, scale, state: second)
-    )
-)
-
-
+@if_coded(lambda number, state: np.uint32(0))
 def bits_of(number: Any, state: Any) -> Any:
     """Bits of a number without a sign, in the numbers' order; zero where no scale needs them."""
+    return np.float32(number).view(np.uint32)
 
 
-@overload(bits_of, strict=False)
-def _bits_of(number: Any, state: Any) -> Any:
-    def bits(number: Any, state: Any) -> Any:
-        return np.float32(number).view(np.uint32)
-
-    return bits if state is types.uint8 else (lambda number, state: np.uint32(0))
+def _in_place(number: Any, place: Any, state: Any, new: Any) -> None:
+    state[place] = number
 
 
+@if_coded(_in_place, inline="always")
 def put(number: Any, place: Any, state: Any, new: Any) -> None:
     """Keeps a moved state: in its place, or until the block's scale is known."""
-
-
-@overload(put, strict=False, inline="always")
-def _put(number: Any, place: Any, state: Any, new: Any) -> Any:
-    def to_state(number: Any, place: Any, state: Any, new: Any) -> None:
-        state[place] = number
-
-    def to_new(number: Any, place: Any, state: Any, new: Any) -> None:
-        new[place] = number
-
-    return to_new if state.dtype is types.uint8 else to_state
+    new[place] = number
 
 
 @block_of
@@ -190,6 +168,7 @@ def exponent_of(largest: Any, carry: Any) -> Any:
     return np.uint8(min(max(np.uint32(largest + carry) >> 23, LOW), HIGH))
 
 
+@if_coded(lambda row, first, place, by, largest, new, q, w: None)
 def write(
     row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
 ) -> None:
@@ -197,29 +176,16 @@ def write(
 
     Numbers are in their places already. Random bits are from the last two factors.
     """
-
-
-@overload(write, strict=False)
-def _write(
-    row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
-) -> Any:
-    def codes(
-        row: Any, first: Any, place: Any, by: Any, largest: Any, new: Any, q: Any, w: Any
-    ) -> None:
-        e = block_at(row[SCALES], place, 1, np.uint8)
-        f = block_at(row[SCALES + 1], place, 1, np.uint8)
-        e[0], f[0] = exponent_of(largest[0], FIRST_CARRY), exponent_of(largest[1], SECOND_CARRY)
-        by_m, by_v = power(HIGH + 1 - e[0]), power(HIGH + 1 - f[0])
-        slope = np.uint32(by[-1])
-        bits = np.uint32(np.uint32(by[-2]) + np.uint32(first) * slope)
-        for i in range(len(q)):
-            q[i] = first_code(new[0][i], by_m, bits)
-            w[i] = second_code(new[1][i], by_v, bits)
-            bits = np.uint32(bits + slope)
-
-    if q.dtype is types.uint8:
-        return codes
-    return lambda row, first, place, by, largest, new, q, w: None
+    e = block_at(row[SCALES], place, 1, np.uint8)
+    f = block_at(row[SCALES + 1], place, 1, np.uint8)
+    e[0], f[0] = exponent_of(largest[0], FIRST_CARRY), exponent_of(largest[1], SECOND_CARRY)
+    by_m, by_v = power(HIGH + 1 - e[0]), power(HIGH + 1 - f[0])
+    slope = np.uint32(by[-1])
+    bits = np.uint32(np.uint32(by[-2]) + np.uint32(first) * slope)
+    for i in range(len(q)):
+        q[i] = first_code(new[0][i], by_m, bits)
+        w[i] = second_code(new[1][i], by_v, bits)
+        bits = np.uint32(bits + slope)
 
 
 @intrinsic

@@ -17,8 +17,8 @@ from steadygrad.optim.loops.codes import (
     product,
     put,
     room,
-    scales_of,
     second_number,
+    states_at,
     used,
     write,
 )
@@ -36,14 +36,11 @@ from steadygrad.optim.loops.numbers import (
     arrays_at,
     block_of,
     call,
-    chunk_at,
     fetch_next,
     go_over,
     look_at,
     narrow,
     round_masters,
-    state_at,
-    stop_of,
     sync_masters,
     take_turn,
     widen,
@@ -55,30 +52,41 @@ lengths_of = njit(error_model="numpy")(lengths)
 
 
 @block_of
+def numbers_of(by: Any, given: Any, types: Any) -> Any:
+    """What moments move by, in the type of states: betas, what is left of one, and bounds."""
+    state = types.state
+    betas = state(given[0]), state(1 - given[0]), state(given[1]), state(1 - given[1])
+    scales = types.number(given[-1]), state(by[1])
+    return *betas, *scales, state(given[4]), state(least_ratio_of(given[0], given[1]))
+
+
+@block_of
+def moved_moments(g: Any, m: Any, v: Any, scales: Any, numbers: Any, types: Any) -> Any:
+    """An element's scaled gradient, moments with it, and second moment to go by."""
+    beta1, rest1, beta2, rest2, inverse_scale, scale, bound, least = numbers
+    slope = product(types.state(product(widen(g), inverse_scale)), scale)
+    if types.has_two:
+        slope = min(max(slope, -bound), bound)
+    first = averaged(first_number(m, scales[0]), slope, beta1, rest1)
+    second = averaged(second_number(v, scales[1]), product(slope, slope), beta2, rest2)
+    return slope, first, second, used(second, first * first * least, scales[1], m)
+
+
+@block_of
 def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Squared norms of weights and of directions, of which LANS has two; nothing moves."""
-    state, inverse_scale, has_two = types.state, types.number(given[-1]), types.has_two
-    beta1, rest1 = state(given[0]), state(1 - given[0])
-    beta2, rest2 = state(given[1]), state(1 - given[1])
-    eps, decay, bound = state(given[2]), state(given[3]), state(given[4])
-    scale, unbias1, unbias2 = state(by[1]), state(by[2]), state(by[3])
-    least = state(least_ratio_of(given[0], given[1]))
+    state, numbers = types.state, numbers_of(by, given, types)
+    eps, decay, unbias1, unbias2 = state(given[2]), state(given[3]), state(by[2]), state(by[3])
     part_x, part_m, part_g = state(0), state(0), state(0)
     for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
-        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
-        by_m, by_v = scales_of(row, place, q)
+        q, w, scales = states_at(row, start, n, place, types)
         sync_masters(x, p, n)
         for i in range(n):
-            slope = product(state(product(widen(g[i]), inverse_scale)), scale)
-            if has_two:
-                slope = min(max(slope, -bound), bound)
-            m = averaged(first_number(q[i], by_m), slope, beta1, rest1)
-            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
-            here, d = state(widen(x[i])), math.sqrt(used(v, m * m * least, by_v, q[i]) * unbias2)
-            over = state(1) / (d + eps)
+            slope, m, _, v = moved_moments(g[i], q[i], w[i], scales, numbers, types)
+            here, over = state(widen(x[i])), state(1) / (math.sqrt(v * unbias2) + eps)
             u_m = m * unbias1 * over + decay * here
-            if has_two:
+            if types.has_two:
                 u_g = slope * over + decay * here
                 part_g += u_g * u_g
             part_x += here * here
@@ -89,32 +97,22 @@ def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, 
 @block_of
 def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Moves the moments, and by them the weights and the parameters that are their roundings."""
-    state, exact, has_two = types.state, types.exact, types.has_two
-    inverse_scale = types.number(given[-1])
-    beta1, rest1 = state(given[0]), state(1 - given[0])
-    beta2, rest2 = state(given[1]), state(1 - given[1])
-    eps, bound, least = state(given[2]), state(given[4]), state(least_ratio_of(given[0], given[1]))
-    scale, unbias2, along_m, along_g = state(by[1]), state(by[2]), state(by[3]), state(by[4])
+    state, exact, numbers = types.state, types.exact, numbers_of(by, given, types)
+    eps, unbias2, along_m, along_g = state(given[2]), state(by[2]), state(by[3]), state(by[4])
     keep, new, moved = exact(by[5]), (room(state), room(state)), room(exact)
     for start, n, place in blocks_of(row[ROW], first, size):
         g, x, p = arrays_at(args, row, start, n, types)
-        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
-        by_m, by_v = scales_of(row, place, q)
+        q, w, scales = states_at(row, start, n, place, types)
         top_m, top_v = np.uint32(0), np.uint32(0)
         for i in range(n):
-            slope = product(state(product(widen(g[i]), inverse_scale)), scale)
-            if has_two:
-                slope = min(max(slope, -bound), bound)
-            m = averaged(first_number(q[i], by_m), slope, beta1, rest1)
-            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
+            slope, m, v, enough = moved_moments(g[i], q[i], w[i], scales, numbers, types)
             put(m, i, q, new[0])
             put(v, i, w, new[1])
             top_m, top_v = max(top_m, bits_of(abs(m), q[i])), max(top_v, bits_of(v, q[i]))
-            d = math.sqrt(used(v, m * m * least, by_v, q[i]) * unbias2) + eps
             step = along_m * m
-            if has_two:
+            if types.has_two:
                 step = along_g * slope + step
-            moved[i] = keep * exact(widen(x[i])) - step / d
+            moved[i] = keep * exact(widen(x[i])) - step / (math.sqrt(enough * unbias2) + eps)
         for i in range(n):
             x[i] = narrow(moved[i], x[i])
         round_masters(x, p, n)
@@ -147,7 +145,7 @@ def waves_kernel(types: Kinds) -> Any:
     """
 
     def kernel(data: Any) -> None:
-        args, table, sums, factors, given = arguments(data)
+        args, chunks, stops, table, sums, factors, given = arguments(data)
         exact, turn, start, here, stop = types.exact, 0, 0, 0, 0
         moves, again = False, False
         while True:
@@ -158,7 +156,7 @@ def waves_kernel(types: Kinds) -> Any:
                 else:
                     here = fetch_next(args[COUNTERS] + turn * LINE)
                     is_wave = turn == args[TURNS]
-                    if here >= stop_of(args, turn):
+                    if here >= stops[turn]:
                         if is_wave:
                             return
                         turn, here = turn + 1, stop
@@ -167,7 +165,7 @@ def waves_kernel(types: Kinds) -> Any:
                     if is_wave:
                         ends = array_at(args[WAVES] + here * 16, 2, np.int64)
                         start, here, stop, moves = ends[0], ends[0], ends[1], False
-            chunk = chunk_at(args, here)
+            chunk = chunks[here]
             row, by = table[chunk[0]], factors[:, chunk[0]]
             if by[0] != 0.0 and not moves:
                 go_over(directions, args, row, chunk, by, given, types, sums[here])

@@ -4,7 +4,6 @@ Numba has no bfloat16 and, on CPUs, no float16: their bits travel as ``uint16`` 
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -21,8 +20,7 @@ from steadygrad.optim.passes import clamp, root, where
 BLOCK = 4096
 # Sums that a pass may leave for each chunk.
 MOST_SUMS = 3
-# Columns of addresses. A 16-bit parameter with a master is where the weight goes, rounded.
-# ROW is a number: elements of a row.
+# Columns of addresses, of which ROW is a number: elements of a row.
 GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
@@ -44,9 +42,7 @@ WAVES = 14  # address of the first chunk of each wave and the one after its last
 ROWS = 15  # number of factors
 NUMBERS = 16  # number of options, the last of which is one over the loss scale in the gradients
 PLACES = 17
-# Bytes of a line of the cache, and of a row of the table of chunks.
-LINE, CHUNK_ROW = 64, 48
-
+LINE = 64  # bytes of a line of the cache
 
 # What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
 # that changes with these, so that they are compiled anew.
@@ -87,20 +83,18 @@ def kinds_of(
     return Kinds(grad, weight, state, param, own, number, exact, total, has_two, is_exact)
 
 
-def compiled(function: Callable[[Any], None], cache: bool) -> Any:
+def compiled(function: Any, cache: bool) -> Any:
     """The function as C code; its ``address`` is where that starts."""
     signature = types.void(types.voidptr)
     return cfunc(signature, cache=cache, fastmath=FAST, error_model="numpy")(function)
 
 
-def instruction(returns: Any, takes: Any, emit: Callable[[Any, Any], Any]) -> Any:
-    """A function of one value that is written in the compiler's own instructions."""
+def instruction(returns: Any, emit: Any) -> Any:
+    """A function of one whole number that is written in the compiler's own instructions."""
 
     @intrinsic
     def call(typing: Any, value: Any) -> Any:
-        return returns(takes), lambda _context, builder, _signature, values: emit(
-            builder, values[0]
-        )
+        return returns(types.int64), lambda _, builder, __, values: emit(builder, *values)
 
     return call
 
@@ -111,28 +105,37 @@ def _call(builder: Any, address: Any) -> Any:
     return ir.Constant(INT64, 0)
 
 
+def _cell(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, INT64.as_pointer())
+
+
 # Calls the function of no arguments at an address.
-call = instruction(types.int64, types.int64, _call)
-pointer = instruction(types.voidptr, types.int64, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
+call = instruction(types.int64, _call)
+pointer = instruction(types.voidptr, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
 # The next number of a counter that threads share. What a thread wrote before it counted is there
 # for one that has looked at the counter.
 fetch_next = instruction(
-    types.int64,
-    types.int64,
-    lambda b, x: b.atomic_rmw(
-        "add", b.inttoptr(x, INT64.as_pointer()), ir.Constant(INT64, 1), "release"
-    ),
+    types.int64, lambda b, x: b.atomic_rmw("add", _cell(b, x), ir.Constant(INT64, 1), "release")
 )
-look_at = instruction(
-    types.int64,
-    types.int64,
-    lambda b, x: b.load_atomic(b.inttoptr(x, INT64.as_pointer()), "acquire", 8),
-)
+look_at = instruction(types.int64, lambda b, x: b.load_atomic(_cell(b, x), "acquire", 8))
 
 
 def block_of(function: Any) -> Any:
     """Compiles a function into every loop that calls it."""
     return njit(inline="always")(function)
+
+
+def by_types(**options: Any) -> Any:
+    """A decorator of what returns, for types of arguments, the function that takes such ones."""
+
+    def decorate(choose: Any) -> Any:
+        def chosen(*given: Any) -> Any: ...
+
+        # Not strict, because that compares annotations, which a lambda cannot have.
+        overload(chosen, strict=False, **options)(choose)
+        return chosen
+
+    return decorate
 
 
 @block_of
@@ -148,40 +151,27 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
     A loop over it counts from zero: only then does the compiler see that no index is negative,
     which would mean one from the end, and that elements may be worked on side by side.
     """
-    size = carray(pointer(address), 1, dtype).itemsize
-    return carray(pointer(address + first * size), length, dtype)
+    return array_at(address + first * array_at(address, 1, dtype).itemsize, length, dtype)
 
 
 @block_of
 def arguments(data: Any) -> Any:
-    """The arguments of a kernel, and their tables: addresses, sums, factors and options."""
+    """Arguments of a kernel; tables of chunks, ends of turns, addresses, sums, factors, options."""
     args = carray(data, PLACES, np.int64)
+    chunks = array_at(args[CHUNK_TABLE], (args[CHUNKS], 6), np.int64)
+    stops = array_at(args[STOPS], args[TURNS] + 1, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (args[ROWS], args[TENSORS]), np.float64)
-    return args, addresses, sums, table, array_at(args[OPTIONS], args[NUMBERS], np.float64)
-
-
-@block_of
-def chunk_at(args: Any, place: Any) -> Any:
-    """A row of the table of chunks."""
-    return array_at(args[CHUNK_TABLE] + place * CHUNK_ROW, 6, np.int64)
-
-
-@block_of
-def stop_of(args: Any, turn: Any) -> Any:
-    """The number at which a turn's counter ends."""
-    return array_at(args[STOPS] + turn * 8, 1, np.int64)[0]
+    options = array_at(args[OPTIONS], args[NUMBERS], np.float64)
+    return args, chunks, stops, addresses, sums, table, options
 
 
 @block_of
 def go_over(
     block: Any, args: Any, row: Any, chunk: Any, by: Any, given: Any, types: Any, sums: Any
 ) -> Any:
-    """Adds up what a function returns for every piece of a chunk.
-
-    The function is ``block(args, row, first, size, by, given, types)``.
-    """
+    """Adds up what a function returns for every piece of a chunk."""
     stop = chunk[1] + chunk[2]
     for first in range(chunk[1], stop, chunk[5]):
         parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)
@@ -196,15 +186,14 @@ def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    args, table, sums, factors, given = arguments(data)
+    args, chunks, stops, table, sums, factors, given = arguments(data)
     while True:
         place = fetch_next(args[COUNTERS])
-        if place >= stop_of(args, 0):
+        if place >= stops[0]:
             return
-        chunk = chunk_at(args, place)
-        there = of_gradients and table[chunk[0], GRAD] != 0
-        if there or (len(factors) > 0 and factors[0, chunk[0]] != 0.0):
-            row, by = table[chunk[0]], factors[:, chunk[0]]
+        chunk = chunks[place]
+        row, by = table[chunk[0]], factors[:, chunk[0]]
+        if (of_gradients and row[GRAD] != 0) or (len(by) > 0 and by[0] != 0.0):
             go_over(block, args, row, chunk, by, given, types, sums[place])
 
 
@@ -278,36 +267,27 @@ def narrow_float16(x: Any) -> Any:
     return np.int16(narrow | ((bits >> 16) & 0x8000))
 
 
+@by_types()
 def widen(number: Any) -> Any:
     """A number as a floating one."""
-
-
-@overload(widen, strict=False)
-def _widen(number: Any) -> Any:
     found = {types.uint16: wide_bfloat16, types.int16: wide_float16}.get(number)
     return (lambda number: number) if found is None else (lambda number: found(number))
 
 
+@by_types()
 def narrow(number: Any, like: Any) -> Any:
     """A number as the type of ``like`` has it."""
-
-
-# Not strict, because that compares annotations, which a lambda cannot have.
-@overload(narrow, strict=False)
-def _narrow(number: Any, like: Any) -> Any:
     found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
     return (lambda number, like: number) if found is None else (lambda number, like: found(number))
 
 
-def sync_masters(master: Any, parameter: Any, size: Any) -> None:
+@by_types()
+def sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
 
-
-@overload(sync_masters, strict=False)
-def _sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     def sync(master: Any, parameter: Any, size: Any) -> None:
         for i in range(size):
             same = narrow(master[i], parameter[i]) == parameter[i]
@@ -316,12 +296,10 @@ def _sync_masters(master: Any, parameter: Any, size: Any) -> Any:
     return sync if master.dtype != parameter.dtype else lambda master, parameter, size: None
 
 
-def round_masters(master: Any, parameter: Any, size: Any) -> None:
+@by_types()
+def round_masters(master: Any, parameter: Any, size: Any) -> Any:
     """Rounds masters to their parameters."""
 
-
-@overload(round_masters, strict=False)
-def _round_masters(master: Any, parameter: Any, size: Any) -> Any:
     def round_all(master: Any, parameter: Any, size: Any) -> None:
         for i in range(size):
             parameter[i] = narrow(master[i], parameter[i])

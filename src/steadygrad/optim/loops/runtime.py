@@ -15,7 +15,7 @@ place of its own, so sums do not depend on who worked on it.
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,10 @@ class Table:
         self.elements = int(self.lengths.sum())
         # A tensor without codes is one row.
         lines = np.array(rows or [2**40] * len(sizes), np.int64)
-        pieces = np.array([_piece(row) for row in lines.tolist()], np.int64)
-        lengths = CHUNK // pieces * pieces
-        lengths = np.maximum(lengths, pieces)
+        # Elements worked on at a time: whole blocks of codes, so whole rows if it must be.
+        whole_rows = np.maximum(1, numbers.BLOCK // lines) * lines
+        pieces = np.where(lines % codes.BLOCK == 0, numbers.BLOCK, whole_rows)
+        lengths = np.maximum(1, CHUNK // pieces) * pieces
         counts = np.maximum(1, -(-self.lengths // lengths))
         tensors = np.repeat(np.arange(len(sizes)), counts)
         # Chunks of each tensor.
@@ -79,14 +80,11 @@ class Table:
         self.partial_sums = np.zeros((len(self.chunks), MOST_SUMS))
         self.args = np.zeros(numbers.PLACES, np.int64)
         self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(tensors), len(sizes)
-        self.args[numbers.CHUNK_TABLE] = self.chunks.ctypes.data
-        self.args[numbers.ADDRESSES] = self.addresses.ctypes.data
         self.args[numbers.FIELDS] = self.addresses.shape[1]
-        self.args[numbers.SUMS] = self.partial_sums.ctypes.data
-        self.done = np.zeros(len(sizes), np.int64)
-        self.args[numbers.DONE] = self.done.ctypes.data
-        self.zeros = np.zeros(pieces.max(initial=0))
-        self.args[numbers.ZEROS] = self.zeros.ctypes.data
+        self.done, self.zeros = np.zeros(len(sizes), np.int64), np.zeros(pieces.max(initial=0))
+        held = self.chunks, self.addresses, self.partial_sums, self.done, self.zeros
+        own = [numbers.CHUNK_TABLE, numbers.ADDRESSES, numbers.SUMS, numbers.DONE, numbers.ZEROS]
+        self.args[own] = [array.ctypes.data for array in held]
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states of the batch lie, given as a list for each of them."""
@@ -119,7 +117,7 @@ class Table:
         self.args[numbers.OPTIONS] = options.ctypes.data
         self.args[numbers.ROWS], self.args[numbers.NUMBERS] = len(factors), len(options)
         if one not in self.kernels:
-            self.kernels[one] = _KERNEL(_kernel_of(one, self.types).address)
+            self.kernels[one] = _KERNEL(prepare(one, self.types).address)
         _run(self.kernels[one], self.args, threads)
         if not one.rows:
             return self.partial_sums
@@ -186,13 +184,6 @@ def run(
     return cast(sums.T[: one.rows], sum_dtype) if one.rows else None
 
 
-def _piece(row: int) -> int:
-    """Elements that are worked on at a time: of whole blocks of codes, so whole rows if it must."""
-    if row % codes.BLOCK == 0:
-        return numbers.BLOCK
-    return max(1, numbers.BLOCK // row) * row
-
-
 _NUMBERS: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
     torch.float32: np.float32,
@@ -215,13 +206,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def prepare(passes: Iterable[Pass], types: Types, states: int, device: torch.device) -> None:
-    """Compiles the loops of passes for some types, and raises whatever the compiler raises."""
-    for one in passes:
-        _kernel_of(one, types)
-
-
-def _kernel_of(one: Pass, types: Types) -> Any:
+def prepare(one: Pass, types: Types, *_: Any) -> Any:
+    """A pass's loop for some types, compiled once; raises whatever the compiler raises."""
     with _LOCK:
         return _kernel_for(named(one.loop), types, one.constants)
 

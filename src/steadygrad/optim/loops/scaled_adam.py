@@ -14,8 +14,8 @@ from steadygrad.optim.loops.codes import (
     product,
     put,
     room,
-    scales_of,
     second_number,
+    states_at,
     used,
     write,
 )
@@ -26,7 +26,6 @@ from steadygrad.optim.loops.numbers import (
     block_of,
     narrow,
     round_masters,
-    state_at,
     sync_masters,
     take_turn,
     widen,
@@ -66,8 +65,7 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
     moves[:] = 0
     for start, n, place in blocks_of(row[ROW], first, size):
         g, p, out = arrays_at(args, row, start, n, types)
-        q, w = state_at(row, 0, start, n, types), state_at(row, 1, start, n, types)
-        by_m, by_v = scales_of(row, place, q)
+        q, w, (by_m, by_v) = states_at(row, start, n, place, types)
         part, wide, top_m, top_v = exact(0), np.float64(0), np.uint32(0), np.uint32(0)
         sync_masters(p, out, n)
         if before < math.inf:
