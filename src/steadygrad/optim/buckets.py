@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BUCKET = 2**20
 # On a CPU, elements of a bucket, which are to stay in the caches, and of a parameter in it: copies
 # and spread factors of a larger one cost more than calls.
-TOGETHER, LARGEST = 2**16, 2**13
+TOGETHER, LARGEST = 3 * 2**15, 2**13
 
 
 class Bucket:
@@ -166,11 +166,11 @@ class Bucket:
 def places_of(batch: "ParamBatch") -> list[list[int]]:
     """Places of the parameters that are worked on together, each in one bucket.
 
-    A bucket of several takes six tensors more than a parameter alone, and no more memory than two
+    A bucket of several takes a dozen tensors of its size, and so no more memory than two
     temporaries of the largest parameter, or of ``BUCKET``.
     """
     sizes, is_cpu = [weight.numel() for weight in batch.weights], batch.device.type == "cpu"
-    room = TOGETHER if is_cpu else max(*sizes, BUCKET) // 8
+    room = TOGETHER if is_cpu else max(*sizes, BUCKET) // 10
     most = -1 if batch.group["foreach"] is False else LARGEST if is_cpu else room
     # A wrapper is worked on as it is.
     pairs, left = zip(sizes, batch.weights, strict=True), room

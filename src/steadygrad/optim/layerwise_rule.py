@@ -149,11 +149,13 @@ def _directions(
         average(bucket, g, (options.beta1, options.beta2), taken)
     if moves and not bucket.coded:
         bucket.keep_moments(by.taken)
+    if not has_two:
+        del g  # Its memory is still in the caches.
     m, x, d = bucket.moments[0], bucket.weights, _denominator(bucket, unbias2, options)
     if has_two:
         g.div_(d).add_(x, alpha=options.weight_decay)
         last = square_sums(bucket.parts(g), bucket.dtype)[None]
-    del g  # Two temporaries at a time, no more.
+        del g  # Two temporaries at a time, no more.
     u = (m * unbias1).div_(d)
     del d
     u.add_(x, alpha=options.weight_decay)

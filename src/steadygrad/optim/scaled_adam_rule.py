@@ -239,7 +239,7 @@ def _update(
     if options.before < torch.inf:
         _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
-    p.add_(delta * taken.to(v.dtype))
+    p.add_(delta * taken)
     if options.after < torch.inf:
         _bound_(p, taken, options.after)
     bucket.keep_moments(by.taken)
@@ -251,7 +251,7 @@ def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
     """Adds the weights, times the size step."""
     # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
     # weight with no axis would not bring about.
-    own = bucket.weights.to(bucket.dtype).masked_fill(factor == 0, 0.0)
+    own = bucket.weights.to(bucket.dtype, copy=True).masked_fill_(factor == 0, 0.0)
     if bucket.is_exact:
         move.add_(own.mul_(factor))
     else:
