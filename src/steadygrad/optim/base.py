@@ -7,7 +7,7 @@ decides on the device: nothing here makes the host wait for one.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -68,8 +68,6 @@ class ShardedOptimizer(StatefulOptimizer):
     _members_then: Sequence[Any] = ()
     _built: Sequence[ParamBatch] = ()
     _options: Sequence[Any] = ()
-    # A flag for each parameter.
-    _all: Sequence[bool] = ()
     _partial: PartialGradients | None = None
     # Whether any process has a gradient that is partial, with one flag for each parameter.
     _anywhere: Tensor | None = None
@@ -205,7 +203,6 @@ class ShardedOptimizer(StatefulOptimizer):
             self._params = [p for p in params if p.numel()]
             self._empty = [p for p in params if not p.numel()]
             self._sharded = [is_sharded(p) for p in self._params]
-            self._all = (True,) * len(self._params)
 
     def _members(self) -> list[Any]:
         """Every group before its parameters, then the states of all of them."""
@@ -224,7 +221,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _gradients(self, grad_scale: Tensor | None) -> Gradients:
         """Local gradients of all parameters, with a loss scale that is still in them."""
         grads: list[Tensor | None] = [p.grad for p in self._params]
-        has_grad = self._all
+        has_grad = [True] * len(grads)
         if type(None) in {*map(type, grads)}:
             has_grad = [
                 g is not None or (self._none_is_zero and p.requires_grad)
@@ -233,9 +230,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if not any(self._sharded):
             self._anywhere = None
             return Gradients(grads, has_grad, has_grad, grad_scale)
-        grads = [
-            g if g is None else dense_gradient(p) for p, g in zip(self._params, grads, strict=True)
-        ]
+        grads = [*map(dense_gradient, self._params)]
         if self._partial is None or not self._partial.is_of(self._params):
             self._partial, self._packed_sum = PartialGradients(self._params), None
         grads, self._anywhere = self._partial(grads, self._params)
@@ -293,44 +288,42 @@ class ShardedOptimizer(StatefulOptimizer):
 
         For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
-        kinds: dict[Any, list[tuple[int, Types | None]]] = defaultdict(list)
+        kinds: dict[Any, dict[Types | None, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i in places:
-            p, state = self._params[i], self.state[self._params[i]]
+            p, state, types = self._params[i], self.state[self._params[i]], None
             ensure_master(p, state, group)
             if not is_report:
                 self._bring_into_form(p, group, state)
-            types = None if is_report else self._loop_types(p, grads[i], group)
+                types = self._loop_types(p, grads[i], group)
             # Codes and float32 share a batch, so that arithmetic on columns is done once.
             state_dtype = wide(state[self._large[0]].dtype)
             like = types and (*types[:2], state_dtype, *types[3:])
-            kinds[p.device, p.dtype, state_dtype, like, self._kind(p)].append((i, types))
+            kinds[p.device, p.dtype, state_dtype, like, self._kind(p)][types].append(i)
         batches = []
-        for members in kinds.values():
-            places = [i for i, _ in members]
-            params: list[Tensor] = [self._params[i] for i in places]
-            tables: dict[Types, list[int]] = {}
-            for place, (_, types) in enumerate(members):
-                if types is not None:
-                    tables.setdefault(types, []).append(place)
+        for kind in kinds.values():
+            own = {i: place for place, i in enumerate(sorted(chain(*kind.values())))}
+            params = [self._params[i] for i in own]
+            tables = [self._table(types, some, own) for types, some in kind.items() if types]
             batch = ParamBatch(
                 group,
                 params,
-                places,
+                [*own],
                 [self.state[p] for p in params],
                 self._fields,
-                [self._table(types, own, params) for types, own in tables.items()],
+                tables,
                 views=not (is_report or torch.compiler.is_compiling()),
                 is_exact=self._is_exact,
             )
             batches.append(batch)
         return batches
 
-    def _table(self, types: Types, members: list[int], params: Sequence[Tensor]) -> Any:
-        own, device = [params[i] for i in members], params[0].device
-        rows = [row_of(p) for p in own] if types[2] is torch.uint8 else ()
+    def _table(self, types: Types, some: Sequence[int], places: Mapping[int, int]) -> Any:
+        """A table of some parameters of a batch, in which each has a place."""
+        own = [self._params[i] for i in some]
+        rows, device = [row_of(p) for p in own] if types[2] is torch.uint8 else (), own[0].device
         given = [local(p).numel() for p in own], types, len(self._large) * (2 if rows else 1)
         more = () if BACKENDS[device.type] == "loops" else (device,)
-        return runtime_of(device).Table(*given, rows, members, *more)
+        return runtime_of(device).Table(*given, rows, [places[i] for i in some], *more)
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]
@@ -341,21 +334,18 @@ class ShardedOptimizer(StatefulOptimizer):
         # Torch's own compiler writes kernels of its own.
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
+        # A rule that has no loops has nothing to miss.
+        is_missed = fused or all(one.loop for one in self._passes)
         if (why := loops.why_none(device)) is None:
             state, is_exact = self.state[parameter], self._is_exact
             types = types_for_loops(parameter, gradient, state, self._large, is_exact)
             if types is None:
-                if fused:
-                    layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
-                    loops.warn_once(
-                        name,
-                        f"a parameter of {layout}, its gradient or a state is not in plain memory",
-                    )
-                return None
-            if (why := loops.prepare(self, types, device)) is None:
+                layout = f"shape {tuple(parameter.shape)} and strides {parameter.stride()}"
+                why = f"a parameter of {layout}, its gradient or a state is not in plain memory"
+                is_missed = fused
+            elif (why := loops.prepare(self, types, device)) is None:
                 return types
-        # A rule that has no loops has nothing to miss.
-        if fused or all(one.loop for one in self._passes):
+        if is_missed:
             loops.warn_once(name, why)
         return None
 
@@ -401,18 +391,14 @@ class ShardedOptimizer(StatefulOptimizer):
             # A plain tensor's infinity, and who has a gradient, travel with the sums.
             pairs = [(tensor_of(a), tensor_of(c)) for a, c in zip(has_grad, own, strict=True)]
             rows = [torch.cat([c, a.to(c)[None]]) for a, c in pairs]
-            parts = () if total.is_uniform else terms()
-            index, count = [b.index for b in batches], 2 * len(self.param_groups)
-            found = tensor_of(bad)
-            sums, bad, means = total(index, rows, self._first_rows + 1, found, parts, count)
-            joint = None if total.is_uniform else means
-            totals = [b.column(one) for b, one in zip(batches, sums, strict=True)]
-            has_grad = [sums[-1] > 0 for sums in totals]
-            totals = [sums[:-1] for sums in totals]
+            parts, count = () if total.is_uniform else terms(), 2 * len(self.param_groups)
+            more = self._first_rows + 1, tensor_of(bad), parts, count
+            sums, bad, joint = _added(total, batches, rows, *more)
+            has_grad, totals = [one[-1] > 0 for one in sums], [one[:-1] for one in sums]
             bad = bad | tensor_of(_bad(totals, finite, None)).to(bad.device)
         ok = ~bad
         for batch, anywhere in zip(batches, has_grad, strict=True):
-            batch.taken = anywhere & (batch.column(ok) if batch.on_host else ok.to(batch.device))
+            batch.taken = anywhere & batch.column(ok)
         return totals, ok, joint
 
     def _sums(
@@ -423,10 +409,7 @@ class ShardedOptimizer(StatefulOptimizer):
         Every process gets here, also one that works on nothing.
         """
         total = self._over_shards()
-        if total is None:
-            return list(own)
-        found = total([b.index for b in batches], [*map(tensor_of, own)], rows)[0]
-        return [batch.column(sums) for batch, sums in zip(batches, found, strict=True)]
+        return list(own) if total is None else _added(total, batches, own, rows)[0]
 
     def _over_shards(self) -> PackedSum | ZeroSum | None:
         """Adds up columns of all parameters over shards; None: nothing is sharded."""
@@ -457,10 +440,10 @@ class ShardedOptimizer(StatefulOptimizer):
             given = self._gradients(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
             reports, owners = [], []
             for i, (group, places) in enumerate(self._grouped()):
+                reports.append(Report(i, group, self.state, top))
                 batches = self._build_group(group, places, given.grads, is_report=True)
                 for batch in batches:
                     batch.refresh(given)
-                reports.append(Report(i, group, self.state, top))
                 owners += [(reports[-1], batch) for batch in given.worked_on(batches)]
             batches = [batch for _, batch in owners]
             own = [torch.cat([grad_sq_norms(b), bad_elements(b)]) for b in batches]
@@ -475,6 +458,16 @@ class ShardedOptimizer(StatefulOptimizer):
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
     ) -> None:
         """Adds to reports, from batches and their squared gradient norms in the first row."""
+
+
+def _added(
+    total: PackedSum | ZeroSum, batches: Sequence[ParamBatch], own: Sequence[Any], *more: Any
+) -> tuple[list[Any], Tensor, Tensor | None]:
+    """Columns of batches added up over shards, the flag, and joint sums that must be agreed on."""
+    index = [batch.index for batch in batches]
+    sums, flag, joint = total(index, [*map(tensor_of, own)], *more)
+    columns = [batch.column(one) for batch, one in zip(batches, sums, strict=True)]
+    return columns, flag, None if total.is_uniform else joint
 
 
 def _finite_norms(batch: ParamBatch, sums: Any) -> Any:

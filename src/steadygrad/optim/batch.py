@@ -159,30 +159,25 @@ class ParamBatch:
         return -1.0 if self.group["maximize"] else 1.0
 
     def column(self, values: Any) -> Any:
-        """A tensor of this device as a column: NumPy's array of it where loops work."""
-        return values.cpu().numpy() if self.on_host and isinstance(values, Tensor) else values
+        """A tensor as a column, on this device: NumPy's array of it where loops work."""
+        if not isinstance(values, Tensor):
+            return values
+        return values.cpu().numpy() if self.on_host else values.to(self.device)
 
-    def number(self, value: float | Tensor) -> Any:
-        """A number for all parameters: a plain one where loops work, else a tensor, ``()``."""
+    def number(self, value: Any) -> Any:
+        """A number for all parameters: a plain one where loops work, of a tensor one, ``()``."""
         if not isinstance(value, Tensor):
-            if self.on_host:
-                return value
-            return torch.full((), value, dtype=self.exact, device=self.device)
+            return value
         if self.on_host:
             return value.detach().to("cpu", torch.float64).numpy().item()
-        return value.to(self.device, self.exact)
+        # In one call: there are devices without float64.
+        return value.to(self.device, self.exact).reshape(())
 
     @property
     def lr(self) -> float | Tensor:
         """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
-        lr: float | Tensor = self.group["lr"]
-        if not isinstance(lr, Tensor):
-            return lr
-        if self.on_host:
-            return float(self.number(lr.reshape(())))
-        # In one call: there are devices without float64.
-        dtype = lr.dtype if self.exact is torch.float64 else self.exact
-        return lr.to(self.device, dtype).reshape(())
+        lr: float | Tensor = self.number(self.group["lr"])
+        return lr
 
     @property
     def steps(self) -> Any:
@@ -212,7 +207,6 @@ class ParamBatch:
             steps = tensor_of(self.columns["step"])
             self.seeds = self.column(seeds_at(self.index, steps, self._firsts))
         if (scale := given.grad_scale) is not None:
-            # In one call: there are devices without float64.
             self.inverse_scale = scale.to(self.device, self.exact).reshape(()).reciprocal()
         grads, has_grad, in_step = map(self._of, given[:3])
         self._set_flags(has_grad, in_step)

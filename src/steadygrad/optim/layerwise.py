@@ -50,15 +50,15 @@ class LayerwiseOptimizer(ShardedOptimizer):
 
     def _gradient_scales(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> list[Tensor]:
-        """Factor on the gradients of each batch, with shape ``(tensors)`` or ``()``.
+    ) -> list[Any]:
+        """Factor on the gradients of each batch: a number, or with shape ``(tensors)`` or ``()``.
 
         From sums over all shards, and the joint one, if all processes had to agree on it.
         """
         if self._normalizes:
             pairs = zip(batches, norms, strict=True)
             return [b.sign * rule_of.inverse_norms(sums[0]) for b, sums in pairs]
-        scales = [b.number(b.sign) for b in batches]
+        scales: list[Any] = [b.sign for b in batches]
         bounds = [b.group["max_grad_norm"] for b in batches]
         if bounds.count(None) == len(bounds):
             return scales

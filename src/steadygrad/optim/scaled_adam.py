@@ -231,9 +231,8 @@ class ScaledAdamStep:
     def apply(self, clip: Any) -> None:
         """Moves states and weights; ``clip`` is the group's factor, None where it has none."""
         batch, rule = self.batch, self.rule
-        scale = sign = batch.number(batch.sign)
-        if clip is not None:
-            scale = sign * batch.number(clip)
+        sign = batch.sign
+        scale = sign if clip is None else sign * batch.number(clip)
         # In 2022 the clipped gradient reached the sizes only.
         in_update = sign if rule.original else scale
         known, factors = None, None
@@ -309,7 +308,7 @@ def clip_factors(
             scale=group["clipping_scale"],
             original=group["recipe"] == "stateless7",
         )
-        factors[id(group)] = tensor_of(factor)
+        factors[id(group)] = factor
         values = [*known, own[CLOCK] + seen]
         # One on each device.
         for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
