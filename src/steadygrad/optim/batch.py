@@ -15,13 +15,7 @@ from steadygrad.numerics import exact, wide
 from steadygrad.optim.buckets import line, places_of
 from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, seeds_at
-from steadygrad.optim.passes import (
-    BACKENDS,
-    Types,
-    addresses_of,
-    sync_masters,
-    tensor_of,
-)
+from steadygrad.optim.passes import BACKENDS, Types, addresses_of, sync_masters, tensor_of
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
@@ -96,21 +90,13 @@ class ParamBatch:
         self.numel = self.column(torch.tensor([p.numel() for p in params], device=self.device))
         self.index = torch.tensor(places, device=self.device)
         large = [name for name, field in fields.items() if field.elementwise]
-        small = [
-            n
-            for n, f in fields.items()
-            if n in states[0] and not (f.elementwise or f.shared or f.scales)
-        ]
-        columns = {name: torch.stack([s[name].detach() for s in states]) for name in small}
-        if views:
-            for name, column in columns.items():
-                for state, row in zip(states, column.unbind(), strict=True):
-                    # Replace only the memory: the user may hold a reference to the state tensor.
-                    state[name].data = row
-        self.columns = {name: self.column(column) for name, column in columns.items()}
-        moments = tuple([local(state[name]) for state in states] for name in large)
-        self.moments: tuple[list[Tensor], ...] = moments
-        self.coded = [moment.dtype is torch.uint8 for moment in self.moments[0]]
+        self.columns = {
+            name: self._stacked(name)
+            for name, field in fields.items()
+            if name in states[0] and not (field.elementwise or field.shared or field.scales)
+        }
+        moments = [[local(state[name]) for state in states] for name in large]
+        self.coded = [moment.dtype is torch.uint8 for moment in moments[0]]
         # In place of those that there are none of: the moments, whose memory is there as well.
         self.scales = tuple(
             [local(s.get(name + EXPONENTS, s[name])) for s in states]
@@ -119,13 +105,7 @@ class ParamBatch:
         self._masters = [local(state[MASTER]) for state in states if MASTER in state]
         self._own = [local(p) for p in params] if self.sharded else self.params
         self.exact, self.weights = exact(self.device), self._masters or self._own
-        # What calls work on together, and where each parameter is in the sums of these, on the
-        # device; None: at its own place.
-        together = [] if tables else places_of(self)
-        self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
-        order = sorted(range(len(places)), key=lambda k: places[k])
-        self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
-        self._shared = {*chain(*(own for own in together if len(own) > 1))}
+        self._put_together()
         self.moments = tuple(map(self._lines, moments))
         self.state_dtype = torch.float32 if self.scales else self.moments[0][0].dtype
         self.sum_dtype = sum_type_of(self.weights[0], is_exact)
@@ -135,22 +115,41 @@ class ParamBatch:
         if self.scales:
             firsts = [first_element(p) if c else 0 for p, c in zip(params, self.coded, strict=True)]
             self._firsts = torch.tensor(firsts, device=self.device)
-        self.grads, self.buckets = [], []
         # Both flags on the host; None where they are a graph's own.
         self._flags: tuple[list[bool], list[bool]] | None = None
-        if torch.compiler.is_compiling():
-            return
-        # What must stay for the batch to be used again.
+        if not torch.compiler.is_compiling():
+            self._remember(moments)
+
+    def _stacked(self, name: str) -> Any:
+        """A column of small states, of which these become views if they are to."""
+        column = torch.stack([state[name].detach() for state in self.states])
+        if self.views:
+            for state, row in zip(self.states, column.unbind(), strict=True):
+                # Replace only the memory: the user may hold a reference to the state tensor.
+                state[name].data = row
+        return self.column(column)
+
+    def _put_together(self) -> None:
+        """Finds what calls work on together."""
+        together = [] if self.tables else places_of(self)
+        self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
+        # Where each parameter is in the sums of these, on the device; None: at its own place.
+        order = sorted(range(len(places)), key=lambda k: places[k])
+        self.order = None if order == sorted(order) else torch.tensor(order, device=self.device)
+        self._shared = {*chain(*(own for own in together if len(own) > 1))}
+
+    def _remember(self, moments: Sequence[Sequence[Tensor]]) -> None:
+        """Keeps what must stay for the batch to be used again."""
         self._kept = self._state_tensors()
         # Whoever exchanges a parameter's states by their memory exchanges these as well.
         self._watched = [*chain(*moments, *self.scales, self._masters)]
-        self._watched += [state["step"] for state in states]
+        self._watched += [state["step"] for state in self.states]
         self._layouts, self._shapes = [*map(_layout, self._own)], [p.shape for p in self._own]
         self._contiguous, self._places = self._are_contiguous(), self._addresses()
         self._of_one = [i for i, p in enumerate(self._own) if p.numel() == 1]
         # Addresses of gradients, parameters and weights.
-        self._found = np.zeros((3, len(params)), np.int64)
-        for table in tables:
+        self._found = np.zeros((3, len(self.params)), np.int64)
+        for table in self.tables:
             table.fill_states((*self.moments, *self.scales))
 
     @property
@@ -297,12 +296,10 @@ class ParamBatch:
             return False
         self.grads, found = grads, self._found
         has_grad = np.ones(len(grads), np.bool_)
-        if len(given) == len(grads):
-            found[0] = addresses_of(grads)  # type: ignore[arg-type]
-        else:
+        if len(given) < len(grads):
             has_grad[:] = [g is not None for g in grads]
-            found[0, has_grad] = addresses_of([g for g in grads if g is not None])
-            found[0, ~has_grad] = 0
+        found[0] = 0
+        found[0, has_grad] = addresses_of([g for g in grads if g is not None])
         found[1:] = self._places[: len(grads)]
         if self._masters:
             found[2] = addresses_of(self._masters)
@@ -331,7 +328,7 @@ class ParamBatch:
         written = list(compress(self._own, in_step))
         if self.tables:
             torch.autograd.graph.increment_version(written)
-        if not self.tables:
+        else:
             for own, master in zip(written, compress(self._masters, in_step), strict=False):
                 own.copy_(master)
         self.grads, self.weights, self._own, self.buckets = [], [], [], []

@@ -94,10 +94,7 @@ class Bucket:
         return gradient if inverse is None else gradient.to(dtype) * inverse.to(dtype)
 
     def sanitized(self, taken: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of :meth:`gradient`; zeros where an element does not take the step.
-
-        Decided on the device: the host does not wait to learn which.
-        """
+        """A copy of :meth:`gradient`; zeros where an element does not take the step."""
         return torch.where(taken, self.gradient(), 0.0).to(dtype)
 
     def each(self, dtype: torch.dtype, taken: Tensor, *columns: Tensor) -> list[Tensor]:

@@ -17,6 +17,9 @@ from steadygrad.optim.diagnostics import Report
 from steadygrad.optim.passes import Pass, cast, tensor_of, where
 from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
+# A batch with the factors and the options of the pass over its moments.
+Work = tuple[ParamBatch, rule_of.Factors, rule_of.Options]
+
 
 class LayerwiseOptimizer(ShardedOptimizer):
     """An optimizer with a trust ratio for each layer, and two sums over shards a step."""
@@ -97,19 +100,21 @@ class LayerwiseOptimizer(ShardedOptimizer):
                     both(*one)
                 else:
                     left.append(one)
-            work, batches = left, [batch for batch, _, _ in left]
-        totals = self._sums(
-            batches, [self._passes.move_moments(*one) for one in work], 1 + len(self._ratios)
-        )
+            work = left
+        totals = self._directions_of(work, self._passes.move_moments)
         for (batch, by, options), directions in zip(work, totals, strict=True):
             along = rule_of.coefficients(directions, by, options)
             self._passes.move_weights(batch, along, options)
         return ok
 
+    def _directions_of(self, work: Sequence[Work], one: Pass) -> list[Tensor]:
+        """Squared norms of weights and directions over all shards, by a pass over batches."""
+        own = [one(*given) for given in work]
+        return self._sums([batch for batch, _, _ in work], own, 1 + len(self._ratios))
+
     def _work(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
-    ) -> list[tuple[ParamBatch, rule_of.Factors, rule_of.Options]]:
-        """Batches with the factors and the options of the pass over their moments."""
+    ) -> list[Work]:
         work = []
         scales = self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
@@ -132,12 +137,10 @@ class LayerwiseOptimizer(ShardedOptimizer):
     def _diagnose(
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
     ) -> None:
-        batches = [batch for _, batch in owners]
-        for batch, sums in zip(batches, norms, strict=True):
+        for (_, batch), sums in zip(owners, norms, strict=True):
             batch.taken = batch.has_grad & (sums[0] < torch.inf)
-        work = self._work(batches, norms, None)
-        own = [self._directions(*one) for one in work]
-        totals = self._sums(batches, own, 1 + len(self._ratios))
+        work = self._work([batch for _, batch in owners], norms, None)
+        totals = self._directions_of(work, self._directions)
         for (report, _), (batch, _, options), directions in zip(owners, work, totals, strict=True):
             weight, *lengths = directions.sqrt().unbind()
             weight = weight.clamp(options.low, options.high)

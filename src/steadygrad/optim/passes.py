@@ -157,7 +157,6 @@ def average(bucket: Bucket, gradient: Tensor, betas: tuple[float, float], taken:
     The gradient is zero where an element does not take the step.
     """
     m, v = bucket.moments[:2]
-    # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, betas, taken)
     m.mul_(decay1)
     v.mul_(decay2)
@@ -217,13 +216,9 @@ def sync_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> Non
         torch.where(unchanged, master, own, out=master)
 
 
-def _grad_sq_norms(bucket: Bucket, by: tuple[()], options: tuple[()]) -> Tensor:
-    return bucket.grad_squares()[None]
-
-
 # Squared norms of gradients, by which a step is taken or not, in one row.
 grad_sq_norms = Pass(
-    _grad_sq_norms,
+    lambda bucket, by, options: bucket.grad_squares()[None],
     1,
     "steadygrad.optim.loops.scaled_adam:sums_kernel",
     kernel="steadygrad.optim.kernels.scaled_adam:sums",

@@ -210,11 +210,9 @@ class ScaledAdamStep:
 
     def local_sums(self) -> Any:
         """This process's part of the sums."""
-        # A sharded parameter's products must be summed over shards first; they join the collective
-        # of every step.
+        # Products of shards join the collective of every step.
         every_step = self.batch.sharded and not self.is_scalar
-        needed = self.batch.in_step if every_step else self.needed
-        return rule_of.sums(self.batch, (needed,))
+        return rule_of.sums(self.batch, (self.batch.in_step if every_step else self.needed,))
 
     def finite(self, sums: Any) -> Any:
         """Whether sums can be used, with shape ``(tensors)``."""
@@ -233,30 +231,28 @@ class ScaledAdamStep:
         batch, rule = self.batch, self.rule
         sign = batch.sign
         scale = sign if clip is None else sign * batch.number(clip)
-        # In 2022 the clipped gradient reached the sizes only.
-        in_update = sign if rule.original else scale
-        known, factors = None, None
-        # Loops take products along where they are not needed before.
-        has_products = not self.is_scalar and (
-            batch.sharded or (self.is_sized and not batch.tables)
-        )
+        known, factors, products, update = None, None, self.sums[1], rule_of.update
         if not self.is_scalar:
             known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
             move = library_of(known.rms).zeros_like(known.rms)
-            if self.is_sized or has_products:
-                ring = self._remembered(known, self.sums[1] * scale)
+            if self.is_sized or batch.sharded:
+                ring = self._remembered(known, products * scale)
             if self.is_sized:
                 rms = cast(root(self.sums[2] / batch.numel), batch.state_dtype)
                 known, move = rule_of.size_step(known, ring, rms, self.step, batch.taken, rule)
             factors = known.rms, move
-        by = rule_of.step_scales(self.step, factors, in_update, batch.taken, rule)
-        update = rule_of.update_by_known if has_products and not batch.tables else rule_of.update
-        products = update(batch, by, rule.update_options(is_scalar=self.is_scalar))
+            # Loops take products along, whether they are needed or not.
+            if not batch.tables and (batch.sharded or self.is_sized):
+                update = rule_of.update_by_known
+        # In 2022 the clipped gradient reached the sizes only.
+        clip = sign if rule.original else scale
+        by = rule_of.step_scales(self.step, factors, clip, batch.taken, rule)
+        found = update(batch, by, rule.update_options(is_scalar=self.is_scalar))
         batch.store("step", self.step + batch.taken)
         if known is not None:
-            if not has_products:
-                now = where(self.needed, self.sums[1], products[0])
-                ring = self._remembered(known, now * scale)
+            if found is not None and not batch.sharded:
+                products = where(self.needed, products, found[0])
+                ring = self._remembered(known, products * scale)
             batch.store("scale_grads", ring)
             if self.is_sized:
                 batch.store("param_rms", known.rms)

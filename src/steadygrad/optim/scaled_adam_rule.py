@@ -119,11 +119,7 @@ class StepScales(NamedTuple):
 
 
 def step_scales(
-    step: Any,
-    known: tuple[Any, Any] | None,
-    clip: Any,
-    taken: Any,
-    rule: Rule,
+    step: Any, known: tuple[Any, Any] | None, clip: Any, taken: Any, rule: Rule
 ) -> StepScales:
     """Factors of the update, from the steps of each parameter before this one.
 
@@ -225,7 +221,6 @@ def _update(
     along_p = by.weight * (1 - options.beta1)
     columns = by.taken, by.clip, options.eps / bias, along_g, along_p
     taken, clip, eps, along_g, along_p = bucket.each(v.dtype, *columns)
-    # Without a step averages stay as they are: the decay is 1, and zero is added.
     decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
     g = bucket.sanitized(taken, v.dtype).mul_(clip)
     add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)

@@ -27,20 +27,16 @@ class SkipMonitor:
 
     def count(self, ok: Any, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
         """Counts a step if it was skipped, and warns at the limit; None: never."""
-        # With gradients of a wrapper type `ok` has that type and cannot be read; on `meta` it has
-        # no value.
-        is_array = not isinstance(ok, Tensor)
-        is_plain = is_array or (type(ok) is Tensor and not ok.is_meta)
-        readable = is_plain and not torch.compiler.is_compiling()
-        on_host = readable and (is_array or ok.device.type == "cpu")
-        if on_host and bool(ok if is_array else ok.numpy()):
+        ok = ok.numpy() if _is_plain(ok) and ok.device.type == "cpu" else ok
+        on_host = not isinstance(ok, Tensor)
+        if on_host and ok:
             self._in_a_row = 0
             return
         # Without a look-up by parameter: on accelerators this is done in every step.
         counts = {id(state["skipped"]): state["skipped"] for state in states}
         for count in counts.values():
             count.add_(tensor_of(~ok).to(count.device))
-        if not readable or limit is None or limit < 1 or is_capturing():
+        if not (on_host or _is_plain(ok)) or limit is None or limit < 1 or is_capturing():
             return
         if on_host:
             self._in_a_row += 1
@@ -66,3 +62,8 @@ class SkipMonitor:
         self._copied = HostCopy(skipped)
         # Without both counts the skips of an interval are unknown.
         return 0.0 if before is None or self._last is None else self._last - before
+
+
+def _is_plain(ok: Any) -> bool:
+    """Whether a tensor can be read: not one of a wrapper's type, on `meta` or of a graph."""
+    return type(ok) is Tensor and not ok.is_meta and not torch.compiler.is_compiling()
