@@ -58,7 +58,7 @@ class ShardedOptimizer(StatefulOptimizer):
     # First sums of each parameter.
     _first_rows = 1
     # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
-    _none_is_zero = False
+    none_is_zero = False
 
     # Caches, neither saved nor copied: parameters with elements in the order of the groups, whether
     # each is sharded, those without elements, and what the batches that are kept were built for.
@@ -224,7 +224,7 @@ class ShardedOptimizer(StatefulOptimizer):
         has_grad = [True] * len(grads)
         if type(None) in {*map(type, grads)}:
             has_grad = [
-                g is not None or (self._none_is_zero and p.requires_grad)
+                g is not None or (self.none_is_zero and p.requires_grad)
                 for p, g in zip(self._params, grads, strict=True)
             ]
         if not any(self._sharded):

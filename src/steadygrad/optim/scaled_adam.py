@@ -77,7 +77,7 @@ class ScaledAdam(ShardedOptimizer):
     """
 
     _passes = (rule_of.sums, rule_of.update)
-    _none_is_zero = True
+    none_is_zero = True
     _first_rows = 3
     _load_remedy = "load_icefall_state_dict for icefall's, load_state_dict for this one's"
     _fields: Mapping[str, StateField] = {

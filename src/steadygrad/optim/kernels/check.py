@@ -91,7 +91,7 @@ def _stepped(
         if step == 2:
             drawn[-1].view(-1)[-1] = torch.nan
         grads = [None if step == 3 and i == 0 else g for i, g in enumerate(drawn)]
-        has_grad = [g is not None or one._none_is_zero for g in grads]
+        has_grad = [g is not None or one.none_is_zero for g in grads]
         received = Gradients(grads, has_grad, has_grad, torch.full((), 2.0, device=device))
         vars(one).update(_loop_types=types_of, _gradients=lambda _, r=received: r)
         one._step()
