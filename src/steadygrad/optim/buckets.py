@@ -157,7 +157,9 @@ class Bucket:
         if self._lengths is not None:
             pairs = zip(chain(*kept), chain(*map(self.parts, moved)), strict=True)
             found = [(t, p if t.ndim == 1 else p.view_as(t)) for t, p in pairs if len(p)]
-            torch._foreach_copy_([t for t, _ in found], [part for _, part in found])
+            # A process may have no element of any.
+            if found:
+                torch._foreach_copy_([t for t, _ in found], [part for _, part in found])
 
 
 def places_of(batch: "ParamBatch") -> list[list[int]]:
