@@ -115,7 +115,7 @@ class Bucket:
         return [first.bool(), *rest]
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """What each parameter has of a gathered tensor."""
+        """Parts of a gathered tensor, one for each parameter."""
         return [tensor] if self._lengths is None else tensor.split(self.sizes)
 
     def grad_squares(self) -> Tensor:

@@ -27,7 +27,7 @@ pytest.importorskip("triton", "3.7", reason="triton 3.7 or newer is not installe
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles here: tests/gpu tries its kernels", allow_module_level=True)
 
-import triton.language as tl
+from benchmarks.interpreted import converted
 from triton.runtime import interpreter
 
 from steadygrad.optim.kernels import check, codes, layerwise, memory, runtime, scaled_adam
@@ -39,18 +39,10 @@ CPU, DIFFERENCE = torch.device("cpu"), check.difference
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def _converted(numbers, given, wanted, mode):
-    """The interpreter's own does not round to the nearest."""
-    kinds = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16}
-    source = torch.from_numpy(np.ascontiguousarray(numbers))
-    bits = {tl.float32: torch.int32, tl.bfloat16: torch.uint16}[wanted]
-    return source.view(kinds[given]).to(kinds[wanted]).view(bits).numpy()
-
-
 @pytest.fixture(autouse=True)
 def _kernels_on_cpu(monkeypatch):
     """Gives CPU tensors to kernels, in chunks so small that some have two."""
-    monkeypatch.setattr(interpreter, "_convert_float", _converted)
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
     monkeypatch.setitem(passes.BACKENDS, "cpu", "kernels")
     monkeypatch.setattr(runtime, "CHUNK", 16)
     for name, empty in (("BROKEN", {}), ("_READY", set()), ("_WARNED", set())):

@@ -23,7 +23,7 @@ ROUNDINGS = 256
 
 
 def difference(optimizer: StatefulOptimizer, types: Types, device: torch.device) -> str | None:
-    """Where a tensor differs after some steps by both ways, or None.
+    """The first difference between tensors after some steps by both ways, or None.
 
     Codes must be equal: what goes into them is rounded to the last digit, and their sums of float64
     to float32. Other numbers may be some roundings apart.
