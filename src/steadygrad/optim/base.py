@@ -7,7 +7,7 @@ decides on the device: nothing here makes the host wait for one.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -23,20 +23,11 @@ from steadygrad.numerics import wide
 from steadygrad.optim import codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
 from steadygrad.optim.checks import check_capture, check_lr, check_parameter, dense_gradient
-from steadygrad.optim.codes import row_of
 from steadygrad.optim.diagnostics import Report, bad_elements
-from steadygrad.optim.passes import (
-    BACKENDS,
-    Pass,
-    Types,
-    cast,
-    grad_sq_norms,
-    runtime_of,
-    tensor_of,
-)
+from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, grad_sq_norms, tensor_of
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
-from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded, local
+from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded
 
 # Optimizers that have said which parameters keep float32 where eight bits were asked for.
 _WARNED: set[str] = set()
@@ -288,42 +279,30 @@ class ShardedOptimizer(StatefulOptimizer):
 
         For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
-        kinds: dict[Any, dict[Types | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+        kinds, types = defaultdict[Any, list[int]](list), dict[int, Types | None]()
         for i in places:
-            p, state, types = self._params[i], self.state[self._params[i]], None
+            p, state, types[i] = self._params[i], self.state[self._params[i]], None
             ensure_master(p, state, group)
             if not is_report:
                 self._bring_into_form(p, group, state)
-                types = self._loop_types(p, grads[i], group)
+                types[i] = self._loop_types(p, grads[i], group)
             # Codes and float32 share a batch, so that arithmetic on columns is done once.
-            state_dtype = wide(state[self._large[0]].dtype)
-            like = types and (*types[:2], state_dtype, *types[3:])
-            kinds[p.device, p.dtype, state_dtype, like, self._kind(p)][types].append(i)
-        batches = []
-        for kind in kinds.values():
-            own = {i: place for place, i in enumerate(sorted(chain(*kind.values())))}
-            params = [self._params[i] for i in own]
-            tables = [self._table(types, some, own) for types, some in kind.items() if types]
-            batch = ParamBatch(
+            state_dtype, own = wide(state[self._large[0]].dtype), types[i]
+            like = own and (*own[:2], state_dtype, *own[3:])
+            kinds[p.device, p.dtype, state_dtype, like, self._kind(p)].append(i)
+        return [
+            ParamBatch(
                 group,
-                params,
-                [*own],
-                [self.state[p] for p in params],
+                [self._params[i] for i in own],
+                own,
+                [self.state[self._params[i]] for i in own],
                 self._fields,
-                tables,
+                [types[i] for i in own],
                 views=not (is_report or torch.compiler.is_compiling()),
                 is_exact=self._is_exact,
             )
-            batches.append(batch)
-        return batches
-
-    def _table(self, types: Types, some: Sequence[int], places: Mapping[int, int]) -> Any:
-        """A table of some parameters of a batch, in which each has a place."""
-        own = [self._params[i] for i in some]
-        rows, device = [row_of(p) for p in own] if types[2] is torch.uint8 else (), own[0].device
-        given = [local(p).numel() for p in own], types, len(self._large) * (2 if rows else 1)
-        more = () if BACKENDS[device.type] == "loops" else (device,)
-        return runtime_of(device).Table(*given, rows, [places[i] for i in some], *more)
+            for own in kinds.values()
+        ]
 
     def _loop_types(
         self, parameter: Tensor, gradient: Tensor | None, group: dict[str, Any]

@@ -1,8 +1,8 @@
 """Batches of parameters of one group, device and set of types, on which passes work."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, compress
-from operator import attrgetter, is_, itemgetter, mul
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,15 @@ from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
 from steadygrad.optim.buckets import line, places_of
 from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
-from steadygrad.optim.codes import EXPONENTS, first_element, seeds_at
-from steadygrad.optim.passes import BACKENDS, Types, addresses_of, sync_masters, tensor_of
+from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
+from steadygrad.optim.passes import (
+    BACKENDS,
+    Types,
+    addresses_of,
+    runtime_of,
+    sync_masters,
+    tensor_of,
+)
 from steadygrad.optim.state import MASTER, StateField
 from steadygrad.shards import is_sharded, local
 
@@ -76,7 +83,7 @@ class ParamBatch:
         places: Sequence[int],
         states: Sequence[dict[str, Any]],
         fields: Mapping[str, StateField],
-        tables: "Sequence[Table]" = (),
+        types: Sequence[Types | None],
         *,
         views: bool,
         is_exact: bool,
@@ -84,12 +91,15 @@ class ParamBatch:
         self.group, self.params, self.places, self.states = group, list(params), places, states
         # What belongs to its parameters, of what all parameters of the optimizer have.
         self._of = itemgetter(*places) if len(places) > 1 else lambda one: (one[self.places[0]],)
-        self.tables, self.views = tables, views
-        self.device, self.sharded = params[0].device, any(map(is_sharded, params))
-        self.on_host = bool(tables) and BACKENDS[self.device.type] == "loops"
+        self.views, self.device = views, params[0].device
+        self.sharded = any(map(is_sharded, params))
+        large = [name for name, field in fields.items() if field.elementwise]
+        # One for numbers, and one for codes if there are any.
+        kinds = dict.fromkeys(one for one in types if one)
+        self.tables = [self._table(kind, types, len(large)) for kind in kinds]
+        self.on_host = bool(kinds) and BACKENDS[self.device.type] == "loops"
         self.numel = self.column(torch.tensor([p.numel() for p in params], device=self.device))
         self.index = torch.tensor(places, device=self.device)
-        large = [name for name, field in fields.items() if field.elementwise]
         self.columns = {
             name: self._stacked(name)
             for name, field in fields.items()
@@ -119,6 +129,16 @@ class ParamBatch:
         self._flags: tuple[list[bool], list[bool]] | None = None
         if not torch.compiler.is_compiling():
             self._remember(moments)
+
+    def _table(self, kind: Types, types: Sequence[Types | None], large: int) -> "Table":
+        """A table of the parameters of some types, with the number of their large states."""
+        places = [i for i, own in enumerate(types) if own == kind]
+        params, is_coded = [self.params[i] for i in places], kind[2] is torch.uint8
+        rows = [row_of(p) for p in params] if is_coded else ()
+        given = [local(p).numel() for p in params], kind, large * (1 + is_coded), rows, places
+        more = () if BACKENDS[self.device.type] == "loops" else (self.device,)
+        table: Table = runtime_of(self.device).Table(*given, *more)
+        return table
 
     def _stacked(self, name: str) -> Any:
         """A column of small states, of which these become views if they are to."""
@@ -366,7 +386,9 @@ def types_for_loops(
     moments, grad = [local(state[name]) for name in large], own if gradient is None else gradient
     # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
     kept = (own.detach(), *moments, *masters)
-    if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or _has_gaps(own):
+    axes = sorted(range(own.ndim), key=lambda axis: -own.stride(axis))
+    has_gaps = not own.detach().permute(axes).is_contiguous()
+    if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or has_gaps:
         return None
     weight = (masters or [own])[0]
     total = sum_type_of(weight, is_exact)
@@ -377,10 +399,3 @@ def types_for_loops(
     layout = own.shape, own.stride()
     alike = all((t.shape, t.stride()) == layout and not t.is_neg() for t in kept)
     return types if fits and alike else None
-
-
-def _has_gaps(tensor: Tensor) -> bool:
-    """Whether its elements do not fill their memory, in whatever order."""
-    axes = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
-    expected = accumulate((n for _, n in axes), mul, initial=1)
-    return any(stride != wanted for (stride, _), wanted in zip(axes, expected, strict=False))
