@@ -23,8 +23,8 @@ from steadygrad.numerics import wide
 from steadygrad.optim import codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
 from steadygrad.optim.checks import check_capture, check_lr, check_parameter, dense_gradient
-from steadygrad.optim.diagnostics import Report, bad_elements
-from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, grad_sq_norms, tensor_of
+from steadygrad.optim.diagnostics import Report, reports
+from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, tensor_of
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded
@@ -415,23 +415,7 @@ class ShardedOptimizer(StatefulOptimizer):
         check_count("top", top)
         check_number("grad_scale", grad_scale, low=0, low_open=True)
         with torch.inference_mode(False), torch.no_grad():
-            self._find_params()
-            given = self._gradients(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
-            reports, owners = [], []
-            for i, (group, places) in enumerate(self._grouped()):
-                reports.append(Report(i, group, self.state, top))
-                batches = self._build_group(group, places, given.grads, is_report=True)
-                for batch in batches:
-                    batch.refresh(given)
-                owners += [(reports[-1], batch) for batch in given.worked_on(batches)]
-            batches = [batch for _, batch in owners]
-            own = [torch.cat([grad_sq_norms(b), bad_elements(b)]) for b in batches]
-            norms = self._sums(batches, own, 2)
-            for (report, batch), sums in zip(owners, norms, strict=True):
-                report.add("square", batch, sums[0])
-                report.add("bad", batch, sums[1])
-            self._diagnose(owners, norms)
-            return [report.finish() for report in reports]
+            return reports(self, top, grad_scale)
 
     def _diagnose(
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]

@@ -22,6 +22,28 @@ from torch import Tensor
 
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.clipping import EARLY
+from steadygrad.optim.passes import grad_sq_norms
+
+
+def reports(optimizer: Any, top: int, grad_scale: float) -> list[dict[str, Any]]:
+    """A report on each group of an optimizer, from the gradients that are there."""
+    optimizer._find_params()
+    given = optimizer._gradients(torch.tensor(grad_scale, dtype=torch.float64, device="cpu"))
+    found, owners = [], []
+    for i, (group, places) in enumerate(optimizer._grouped()):
+        found.append(Report(i, group, optimizer.state, top))
+        batches = optimizer._build_group(group, places, given.grads, is_report=True)
+        for batch in batches:
+            batch.refresh(given)
+        owners += [(found[-1], batch) for batch in given.worked_on(batches)]
+    batches = [batch for _, batch in owners]
+    own = [torch.cat([grad_sq_norms(b), bad_elements(b)]) for b in batches]
+    norms = optimizer._sums(batches, own, 2)
+    for (report, batch), (squares, bad) in zip(owners, norms, strict=True):
+        report.add("square", batch, squares)
+        report.add("bad", batch, bad)
+    optimizer._diagnose(owners, norms)
+    return [report.finish() for report in found]
 
 
 def bad_elements(batch: ParamBatch) -> Tensor:
