@@ -1,13 +1,13 @@
 """Time of an optimizer's step, side by side, over torch's AdamW(fused=True) in the same round.
 
-Three sets of float32 parameters: a GPT of 23 million, one of 124 million, and 1,000 tensors of
-1,000 to 10,000 elements. A timing is the mean of four steps, because ScaledAdam learns sizes in
-every fourth. The share of the floor is the time that the bytes a rule cannot help to move take at
-the bandwidth of a sum in place in the same run, over the time it takes. All variants share weights
-and gradients. pytorch-optimizer's LAMB and the eight-bit AdamW of bitsandbytes and torchao take
-part if they are installed.
+Sets of float32 parameters: GPTs of 23, 124 and 350 million, 1,000 tensors of 1,000 to 10,000
+elements, and "host", 148 of 64, whose step is the host's time with one thread. A timing is the mean
+of four steps, because ScaledAdam learns sizes in every fourth. The share of the floor is the time
+that the bytes a rule cannot help to move take at the bandwidth of a sum in place in the same run,
+over the time it takes. All variants share weights and gradients. pytorch-optimizer's LAMB and the
+eight-bit AdamW of bitsandbytes and torchao take part if they are installed.
 
-Run: python benchmarks/step_time.py [--sets 23M 124M small 350M] [--rounds 12] [--threads 2]
+Run: python benchmarks/step_time.py [--sets 23M 124M small 350M host] [--rounds 12] [--threads 2]
     [--only fused=True AdamW8bit] [--save]
 """
 
@@ -47,7 +47,7 @@ def small() -> list[tuple[int, ...]]:
 
 
 SETS = {"23M": gpt(6, 512, 8192, 512), "124M": gpt(12, 768, 50257, 1024), "small": small()}
-SETS["350M"] = gpt(24, 1024, 50257, 1024)
+SETS |= {"350M": gpt(24, 1024, 50257, 1024), "host": [(64,)] * 148}
 
 
 # Rate of next to nothing: hundreds of steps on one gradient leave the weights as they are.

@@ -313,8 +313,7 @@ class ShardedOptimizer(StatefulOptimizer):
         # Torch's own compiler writes kernels of its own.
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
-        # A rule that has no loops has nothing to miss.
-        is_missed = fused or all(one.loop for one in self._passes)
+        is_missed = True
         if (why := loops.why_none(device)) is None:
             state, is_exact = self.state[parameter], self._is_exact
             types = types_for_loops(parameter, gradient, state, self._large, is_exact)

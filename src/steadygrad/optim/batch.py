@@ -348,9 +348,8 @@ class ParamBatch:
         written = list(compress(self._own, in_step))
         if self.tables:
             torch.autograd.graph.increment_version(written)
-        else:
-            for own, master in zip(written, compress(self._masters, in_step), strict=False):
-                own.copy_(master)
+        elif self._masters:
+            torch._foreach_copy_(written, [*compress(self._masters, in_step)])
         self.grads, self.weights, self._own, self.buckets = [], [], [], []
 
 
