@@ -47,7 +47,6 @@ class Pass:
     constants: tuple[Any, ...] = ()  # what else the maker is given
     kernel: str = ""  # where its kernel is, "module:name"; empty: it has none
     columns: int = 0  # factors that the kernel is given
-    in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.

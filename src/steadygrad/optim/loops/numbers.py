@@ -24,9 +24,9 @@ MOST_SUMS = 3
 GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
-COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
-STOPS = 1  # address of the chunk after the last of each turn, then of the number of waves
-TURNS = 2  # number of turns; the next counter is that of waves
+COUNTER = 0  # address of the next free turn, in a line of the cache of its own
+COUNT = 1  # number of turns
+TURNS = 2  # address of rows of the first chunk, the one after the last, and one of the ways below
 CHUNK_TABLE = 3  # address of rows of tensor, first element, length, the tensor's chunks, a piece
 TENSORS = 4  # number of tensors
 ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
@@ -37,12 +37,12 @@ FACTORS = 9  # address of float64 factors, a row of all tensors for each factor
 OPTIONS = 10  # address of float64 numbers that hold for all tensors
 ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
 DONE = 12  # address of how many of its chunks have been looked at, for each tensor
-YIELD = 13  # address of the function that lets another thread run; zero: there is one thread
-WAVES = 14  # address of the first chunk of each wave and the one after its last
-ROWS = 15  # number of factors
-NUMBERS = 16  # number of options, the last of which is one over the loss scale in the gradients
-PLACES = 17
-LINE = 64  # bytes of a line of the cache
+YIELD = 13  # address of the function that lets another thread run
+ROWS = 14  # number of factors
+NUMBERS = 15  # number of options, the last of which is one over the loss scale in the gradients
+PLACES = 16
+# What a turn of waves does: looks at directions, moves, or one after the other.
+LOOK, MOVE, BOTH = 0, 1, 2
 
 # What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
 # that changes with these, so that they are compiled anew.
@@ -156,15 +156,14 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 
 @block_of
 def arguments(data: Any) -> Any:
-    """Arguments of a kernel; tables of chunks, ends of turns, addresses, sums, factors, options."""
+    """Arguments of a kernel; tables of chunks, addresses, sums, factors and options."""
     args = carray(data, PLACES, np.int64)
     chunks = array_at(args[CHUNK_TABLE], (args[CHUNKS], 6), np.int64)
-    stops = array_at(args[STOPS], args[TURNS] + 1, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (args[ROWS], args[TENSORS]), np.float64)
     options = array_at(args[OPTIONS], args[NUMBERS], np.float64)
-    return args, chunks, stops, addresses, sums, table, options
+    return args, chunks, addresses, sums, table, options
 
 
 @block_of
@@ -186,10 +185,10 @@ def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    args, chunks, stops, table, sums, factors, given = arguments(data)
+    args, chunks, table, sums, factors, given = arguments(data)
     while True:
-        place = fetch_next(args[COUNTERS])
-        if place >= stops[0]:
+        place = fetch_next(args[COUNTER])
+        if place >= args[CHUNKS]:
             return
         chunk = chunks[place]
         row, by = table[chunk[0]], factors[:, chunk[0]]
@@ -281,27 +280,19 @@ def narrow(number: Any, like: Any) -> Any:
     return (lambda number, like: number) if found is None else (lambda number, like: found(number))
 
 
-@by_types()
-def sync_masters(master: Any, parameter: Any, size: Any) -> Any:
+@block_of
+def sync_masters(master: Any, parameter: Any, size: Any) -> None:
     """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
-
-    def sync(master: Any, parameter: Any, size: Any) -> None:
-        for i in range(size):
-            same = narrow(master[i], parameter[i]) == parameter[i]
-            master[i] = master[i] if same else widen(parameter[i])
-
-    return sync if master.dtype != parameter.dtype else lambda master, parameter, size: None
+    for i in range(0 if master.dtype == parameter.dtype else size):
+        same = narrow(master[i], parameter[i]) == parameter[i]
+        master[i] = master[i] if same else widen(parameter[i])
 
 
-@by_types()
-def round_masters(master: Any, parameter: Any, size: Any) -> Any:
+@block_of
+def round_masters(master: Any, parameter: Any, size: Any) -> None:
     """Rounds masters to their parameters."""
-
-    def round_all(master: Any, parameter: Any, size: Any) -> None:
-        for i in range(size):
-            parameter[i] = narrow(master[i], parameter[i])
-
-    return round_all if master.dtype != parameter.dtype else lambda master, parameter, size: None
+    for i in range(0 if master.dtype == parameter.dtype else size):
+        parameter[i] = narrow(master[i], parameter[i])
