@@ -232,14 +232,16 @@ def pass_kernel(
     The work on a block is a function of four tuples: pointers to a tensor's gradient, weight, large
     states and parameter; the tensor's factors; the options, the last of which is one over the loss
     scale in the gradients; and the block, see :mod:`steadygrad.optim.kernels.memory`. Factors and
-    options are of float64. It returns a tuple of blocks, whose elements are added up in a type.
+    options are of float64. Then come constants: whether there are two directions, the type of sums,
+    and that to compute states in. It returns a tuple of blocks, whose elements are added up.
     """
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
     member, line = tl.load(row + 3), tl.load(row + 4)
     coded: tl.constexpr = state == tl.uint8
-    places = places_of(addresses, fields, tensor, grad, weight, state, param)
-    by = factors_of(factors, tensors, member, columns + 2 if coded and columns > 1 else columns)
+    kind: tl.constexpr = (has_two, exact, tl.float32 if coded else state)
+    places = places_of(addresses + tensor * fields, fields, (grad, weight, state, param))
+    by = factors_of(factors + member, tensors, columns + 2 if coded and columns > 1 else columns)
     given = option0, option1, option2, option3, option4, tl.load(inverse_scale)
     options = [tl.full((), x, tl.float64) for x in given]
     lanes, totals = lanes_of(block, coded), tl.tuple(())
@@ -260,12 +262,7 @@ def pass_kernel(
                 inside &= start + lanes < length
                 # Without a name: a block's flags would be constants no more.
                 more = body(
-                    places,
-                    by,
-                    options,
-                    (first, at, inside, aligned, partial, numbers, known),
-                    has_two,
-                    exact,
+                    places, by, options, (first, at, inside, aligned, partial, numbers, known), kind
                 )
                 totals = _added(totals, more, rows)
     own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)

@@ -33,8 +33,8 @@ def moved_moments(g: Any, m: Any, v: Any, scales: Any, constants: Any, types: An
     slope = product(types.state(product(widen(g), inverse_scale)), scale)
     if types.has_two:
         slope = min(max(slope, -bound), bound)
-    first = averaged(first_number(m, scales[0]), slope, beta1, rest1)
-    second = averaged(second_number(v, scales[1]), product(slope, slope), beta2, rest2)
+    first = averaged(first_number(scales[0], m), slope, beta1, rest1)
+    second = averaged(second_number(scales[1], v), product(slope, slope), beta2, rest2)
     return slope, first, second, codes.used(second, first * first * least, scales[1], m)
 
 
@@ -72,8 +72,8 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
         top_m, top_v = np.uint32(0), np.uint32(0)
         for i in range(n):
             slope, m, v, enough = moved_moments(g[i], q[i], w[i], scales, constants, types)
-            codes.put(m, i, q, new[0])
-            codes.put(v, i, w, new[1])
+            codes.put(m, i, new[0], q)
+            codes.put(v, i, new[1], w)
             top_m, top_v = max(top_m, bits_of(abs(m), q[i])), max(top_v, bits_of(v, q[i]))
             step = along_m * m
             if types.has_two:
@@ -88,20 +88,12 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
 
 def moments_kernel(types: Kinds) -> Any:
     """The loop that looks where the moments will be."""
-
-    def kernel(data: Any) -> None:
-        numbers.take_turn(directions, data, types, False)
-
-    return kernel
+    return lambda data: numbers.take_turn(directions, data, types, False)
 
 
 def weights_kernel(types: Kinds) -> Any:
     """The loop that moves moments and weights."""
-
-    def kernel(data: Any) -> None:
-        numbers.take_turn(move, data, types, False)
-
-    return kernel
+    return lambda data: numbers.take_turn(move, data, types, False)
 
 
 def waves_kernel(types: Kinds) -> Any:

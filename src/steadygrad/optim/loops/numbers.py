@@ -125,17 +125,17 @@ def block_of(function: Any) -> Any:
     return njit(inline="always")(function)
 
 
-def by_types(**options: Any) -> Any:
-    """A decorator of what returns, for types of arguments, the function that takes such ones."""
+def by_last(plain: Any, others: dict[Any, Any], **options: Any) -> Any:
+    """What is another function for some types of its last argument, or of that one's elements."""
 
-    def decorate(choose: Any) -> Any:
-        def chosen(*given: Any) -> Any: ...
+    def chosen(*given: Any) -> Any: ...
 
-        # Not strict, because that compares annotations, which a lambda cannot have.
-        overload(chosen, strict=False, **options)(choose)
-        return chosen
+    def choose(*given: Any) -> Any:
+        return others.get(getattr(given[-1], "dtype", given[-1]), plain)
 
-    return decorate
+    # Not strict, because that compares annotations, which a lambda cannot have.
+    overload(chosen, strict=False, **options)(choose)
+    return chosen
 
 
 @block_of
@@ -224,21 +224,18 @@ overload(where, strict=False)(
 # Bits of a number are worked on as whole numbers, without a branch, so that many are done at once.
 
 
-@block_of
 def wide_bfloat16(bits: Any) -> Any:
     """The number as float32."""
     return np.uint32(np.uint32(bits) << 16).view(np.float32)
 
 
-@block_of
-def narrow_bfloat16(x: Any) -> Any:
+def narrow_bfloat16(x: Any, like: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
     return np.uint16(rounded if x == x else 0x7FC0)
 
 
-@block_of
 def wide_float16(bits: Any) -> Any:
     """The number as float32."""
     size = np.uint32(bits) & 0x7FFF
@@ -251,8 +248,7 @@ def wide_float16(bits: Any) -> Any:
     return np.uint32(wide | ((np.uint32(bits) & 0x8000) << 16)).view(np.float32)
 
 
-@block_of
-def narrow_float16(x: Any) -> Any:
+def narrow_float16(x: Any, like: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one, a too large number becomes infinite."""
     bits = np.float32(x).view(np.uint32)
     size = bits & 0x7FFFFFFF
@@ -266,18 +262,9 @@ def narrow_float16(x: Any) -> Any:
     return np.int16(narrow | ((bits >> 16) & 0x8000))
 
 
-@by_types()
-def widen(number: Any) -> Any:
-    """A number as a floating one."""
-    found = {types.uint16: wide_bfloat16, types.int16: wide_float16}.get(number)
-    return (lambda number: number) if found is None else (lambda number: found(number))
-
-
-@by_types()
-def narrow(number: Any, like: Any) -> Any:
-    """A number as the type of ``like`` has it."""
-    found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
-    return (lambda number, like: number) if found is None else (lambda number, like: found(number))
+# A number as a floating one, and as the type of another has it.
+widen = by_last(lambda bits: bits, {types.uint16: wide_bfloat16, types.int16: wide_float16})
+narrow = by_last(lambda x, like: x, {types.uint16: narrow_bfloat16, types.int16: narrow_float16})
 
 
 @block_of

@@ -60,11 +60,11 @@ def update(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, type
             else:
                 part += exact(gradient) * here
             slope = product(state(gradient), clip)
-            v = averaged(second_number(w[i], by_v), product(slope, slope), beta2, rest2)
-            old, enough = first_number(q[i], by_m), codes.used(v, state(0), by_v, q[i])
+            v = averaged(second_number(by_v, w[i]), product(slope, slope), beta2, rest2)
+            old, enough = first_number(by_m, q[i]), codes.used(v, state(0), by_v, q[i])
             delta = moved(old, slope, enough, moves[i], beta1, eps, along_g)
-            codes.put(delta, i, q, new[0])
-            codes.put(v, i, w, new[1])
+            codes.put(delta, i, new[0], q)
+            codes.put(v, i, new[1], w)
             weights[i] = here + exact(delta)
             top_m, top_v = max(top_m, bits_of(abs(delta), q[i])), max(top_v, bits_of(v, q[i]))
         # In a loop of its own: beside float64 the one above would take half as many at once.
@@ -87,17 +87,9 @@ def moved(delta: Any, slope: Any, v: Any, size: Any, beta: Any, eps: Any, along_
 
 def sums_kernel(types: Kinds) -> Any:
     """The loop of the sums, of squared norms alone where it is given no factor."""
-
-    def kernel(data: Any) -> None:
-        numbers.take_turn(sums, data, types, True)
-
-    return kernel
+    return lambda data: numbers.take_turn(sums, data, types, True)
 
 
 def update_kernel(types: Kinds) -> Any:
     """The loop of the update."""
-
-    def kernel(data: Any) -> None:
-        numbers.take_turn(update, data, types, False)
-
-    return kernel
+    return lambda data: numbers.take_turn(update, data, types, False)
