@@ -61,8 +61,7 @@ class Pass:
         """
         if batch.tables:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
-            given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
-            return runtime_of(batch.device).run(*given)
+            return runtime_of(batch.device).run(self, batch, columns, options)
         parts: list[Any] = []
         for places, lengths in batch.buckets:
             if any(batch.grads[i] is not None for i in places):

@@ -99,25 +99,16 @@ def instruction(returns: Any, emit: Any) -> Any:
     return call
 
 
-def _call(builder: Any, address: Any) -> Any:
-    function = ir.FunctionType(ir.VoidType(), []).as_pointer()
-    builder.call(builder.inttoptr(address, function), [])
-    return ir.Constant(INT64, 0)
-
-
-def _cell(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, INT64.as_pointer())
-
-
+CELL, FUNCTION = INT64.as_pointer(), ir.FunctionType(ir.IntType(32), []).as_pointer()
 # Calls the function of no arguments at an address.
-call = instruction(types.int64, _call)
+call = instruction(types.int32, lambda b, x: b.call(b.inttoptr(x, FUNCTION), []))
 pointer = instruction(types.voidptr, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
 # The next number of a counter that threads share. What a thread wrote before it counted is there
 # for one that has looked at the counter.
 fetch_next = instruction(
-    types.int64, lambda b, x: b.atomic_rmw("add", _cell(b, x), ir.Constant(INT64, 1), "release")
+    types.int64, lambda b, x: b.atomic_rmw("add", b.inttoptr(x, CELL), INT64(1), "release")
 )
-look_at = instruction(types.int64, lambda b, x: b.load_atomic(_cell(b, x), "acquire", 8))
+look_at = instruction(types.int64, lambda b, x: b.load_atomic(b.inttoptr(x, CELL), "acquire", 8))
 
 
 def block_of(function: Any) -> Any:

@@ -13,6 +13,7 @@ place of its own, so sums do not depend on who worked on it.
 """
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.optim import codes
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.loops import ALL, BROKEN, numbers, was_forked
 from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
 from steadygrad.optim.passes import Pass, Types, addresses_of, cast, check_memory, named
@@ -135,12 +137,13 @@ class Table:
         if threads not in self.turns:
             turns: list[tuple[int, int, int]] = []
             waves: list[list[int]] = []
-            total, lasts = WAVE, [*self.firsts[1:], len(self.chunks)]
+            # No wave is open that a tensor could be put into.
+            total, lasts = math.inf, [*self.firsts[1:], len(self.chunks)]
             for size, first, last in zip(self.lengths, self.firsts, lasts, strict=True):
                 if threads > 1 and size * SHARE * threads > self.elements:
                     for way in (numbers.LOOK, numbers.MOVE):
                         turns += [(i, i + 1, way) for i in range(first, last)]
-                    total = WAVE
+                    total = math.inf
                 elif total + size > WAVE:
                     waves.append([first, last, numbers.BOTH])
                     total = size
@@ -152,14 +155,7 @@ class Table:
         return self.turns[threads]
 
 
-def run(
-    tables: Sequence[Table],
-    one: Pass,
-    by: Sequence[NDArray[Any]],
-    options: Sequence[float],
-    sum_dtype: torch.dtype,
-    inverse_scale: Tensor | None,
-) -> NDArray[Any] | None:
+def run(one: Pass, batch: ParamBatch, by: Sequence[Any], options: Sequence[float]) -> Any:
     """Runs a pass's loop over the tables of a batch.
 
     A tensor takes part if its first factor is not zero; without any, if it has a gradient.
@@ -168,18 +164,18 @@ def run(
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
     factors = np.array(by, np.float64)
-    scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
+    scale = 1.0 if batch.inverse_scale is None else batch.inverse_scale.numpy()
     numbers_of_all = np.array([*options, scale], np.float64)
-    if len(tables) == 1:
-        sums = tables[0].run(one, factors, numbers_of_all)
+    if len(batch.tables) == 1:
+        sums = batch.tables[0].run(one, factors, numbers_of_all)
     else:
-        sums = np.empty((sum(len(table.members) for table in tables), MOST_SUMS))
-        for table in tables:
+        sums = np.empty((len(batch.params), MOST_SUMS))
+        for table in batch.tables:
             own = np.ascontiguousarray(factors[..., table.members]) if len(by) else factors
             found = table.run(one, own, numbers_of_all)
             if one.rows:
                 sums[table.members] = found
-    return cast(sums.T[: one.rows], sum_dtype) if one.rows else None
+    return cast(sums.T[: one.rows], batch.sum_dtype) if one.rows else None
 
 
 _NUMBERS: dict[torch.dtype, Any] = {
