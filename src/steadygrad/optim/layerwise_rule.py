@@ -212,7 +212,7 @@ def _passes(has_two: bool) -> tuple[LayerwisePasses, Pass]:
         grad_sq_norms,
         Pass(moments, rows, f"{loops}moments_kernel", constants, f"{kernels}move_moments", first),
         Pass(weights, 0, f"{loops}weights_kernel", constants, f"{kernels}move_weights", second),
-        Pass(weights, 0, f"{loops}waves_kernel", constants, in_waves=True),
+        Pass(weights, 0, f"{loops}waves_kernel", constants),
     )
     return passes, Pass(directions, rows)
 

@@ -47,7 +47,6 @@ class Pass:
     constants: tuple[Any, ...] = ()  # what else the maker is given
     kernel: str = ""  # where its kernel is, "module:name"; empty: it has none
     columns: int = 0  # factors that the kernel is given
-    in_waves: bool = False  # whether its loop takes two turns at a few tensors, then at the next
 
     def __call__(self, batch: "ParamBatch", by: Any = (), options: Any = ()) -> Any:
         """Goes over all parameters of a batch.
@@ -62,8 +61,7 @@ class Pass:
         """
         if batch.tables:
             columns = (*by, *(() if batch.seeds is None else batch.seeds)) if len(by) else ()
-            given = batch.tables, self, columns, options, batch.sum_dtype, batch.inverse_scale
-            return runtime_of(batch.device).run(*given)
+            return runtime_of(batch.device).run(self, batch, columns, options)
         parts: list[Any] = []
         for places, lengths in batch.buckets:
             if any(batch.grads[i] is not None for i in places):

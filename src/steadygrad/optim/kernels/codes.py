@@ -82,14 +82,10 @@ def used(places: tl.tuple, v: tl.tensor, floor: tl.tensor, least: tl.tensor) -> 
 
 @triton.jit
 def _encode(
-    place: tl.tensor,
-    scales: tl.tensor,
-    here: tl.tuple,
-    by: tl.tuple,
-    numbers: tl.tensor,
-    code: tl.constexpr,
+    places: tl.tuple, i: tl.constexpr, here: tl.tuple, by: tl.tuple, numbers: tl.tensor
 ) -> None:
     """Codes blocks of numbers, and writes them and their scales."""
+    code: tl.constexpr = SECOND if i else FIRST
     own = numbers.to(tl.int32, bitcast=True)
     size = own & 0x7FFFFFFF
     # By bits, whose order is that of the numbers.
@@ -101,10 +97,10 @@ def _encode(
     bits = start + (here[0].to(tl.uint32) + here[1].to(tl.uint32)) * slope
     bits = ((bits >> code[3]) & LOW_DIGITS).to(tl.int32)
     found = tl.minimum((size.to(tl.int32, bitcast=True) + bits - code[1]) >> DIGITS, code[2])
-    if code[2] == FIRST[2]:
+    if i == 0:
         found = tl.where(own < 0, found + (code[2] + 1), found)
-    write(place, here, found)
-    tl.store(scales + here[5], exponent.to(tl.uint8), mask=here[6])
+    write(places[2 + i], here, found)
+    tl.store(places[4 + i] + here[5], exponent.to(tl.uint8), mask=here[6])
 
 
 @triton.jit
@@ -113,8 +109,8 @@ def write_moments(
 ) -> None:
     """Writes both large states."""
     if places[2].dtype.element_ty == tl.uint8:
-        _encode(places[2], places[4], here, by, m, FIRST)
-        _encode(places[3], places[5], here, by, v, SECOND)
+        _encode(places, 0, here, by, m)
+        _encode(places, 1, here, by, v)
     else:
         write(places[2], here, m)
         write(places[3], here, v)

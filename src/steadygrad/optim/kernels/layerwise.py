@@ -5,15 +5,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from steadygrad.optim.kernels import memory
 from steadygrad.optim.kernels.codes import read_moments, used, write_moments
-from steadygrad.optim.kernels.memory import (
-    bounded,
-    cast,
-    read,
-    read_gradient,
-    read_weight,
-    write_weight,
-)
+from steadygrad.optim.kernels.memory import bounded, read, read_gradient
 
 
 @triton.jit
@@ -30,7 +24,7 @@ def _moved(
     places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, state: tl.constexpr
 ) -> Any:
     """A block's scaled gradients, moments with them, and second moments to go by."""
-    beta1, beta2, _eps, _decay, _bound, _scale = cast(options, state)
+    beta1, beta2 = options[0].to(state), options[1].to(state)
     rest1, rest2 = (1 - options[0]).to(state), (1 - options[1]).to(state)
     slope = _slope(places, by, options, here, state)
     m, v, floor = read_moments(places, here)
@@ -44,27 +38,21 @@ def _moved(
 
 @triton.jit
 def move_moments(
-    places: tl.tuple,
-    by: tl.tuple,
-    options: tl.tuple,
-    here: tl.tuple,
-    has_two: tl.constexpr,
-    exact: tl.constexpr,
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, kind: tl.constexpr
 ) -> Any:
     """Moves a block of the moments, unless they are codes; squares of the weight and directions."""
-    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
-    state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
+    state: tl.constexpr = kind[2]
     unbias1, unbias2 = by[2].to(state), by[3].to(state)
-    _beta1, _beta2, eps, decay, _bound, _scale = cast(options, state)
+    eps, decay = options[2].to(state), options[3].to(state)
     slope, m, v, enough = _moved(places, by, options, here, state)
-    if not coded:
+    if places[2].dtype.element_ty != tl.uint8:
         write_moments(places, here, by, m, v)
-    x = read_weight(places[1], places[-1], here).to(state)
+    x = memory.read_weight(places[1], places[-1], here).to(state)
     d = tl.sqrt(enough * unbias2) + eps
     u_m = m * unbias1 / d + decay * x
     # What is not there is zero in all of them.
     found = (x * x, u_m * u_m)
-    if has_two:
+    if kind[0]:
         u_g = slope / d + decay * x
         found += (u_g * u_g,)  # type: ignore[assignment]
     return found
@@ -72,28 +60,22 @@ def move_moments(
 
 @triton.jit
 def move_weights(
-    places: tl.tuple,
-    by: tl.tuple,
-    options: tl.tuple,
-    here: tl.tuple,
-    has_two: tl.constexpr,
-    exact: tl.constexpr,
+    places: tl.tuple, by: tl.tuple, options: tl.tuple, here: tl.tuple, kind: tl.constexpr
 ) -> Any:
     """Moves a block of the weights, of the parameters that are their roundings, and of codes."""
     at_x, at_p = places[1], places[-1]
-    coded: tl.constexpr = places[2].dtype.element_ty == tl.uint8
-    state: tl.constexpr = tl.float32 if coded else places[2].dtype.element_ty
+    state: tl.constexpr = kind[2]
     unbias2, along_m, along_g = by[2].to(state), by[3].to(state), by[4].to(state)
-    if coded:
+    if places[2].dtype.element_ty == tl.uint8:
         slope, m, v, enough = _moved(places, by, options, here, state)
         write_moments(places, here, by, m, v)
     else:
         m, enough, slope = read(places[2], here), read(places[3], here), 0.0
-        if has_two:
+        if kind[0]:
             slope = _slope(places, by, options, here, state)
     x, step = read(at_x, here), along_m * m
-    if has_two:
+    if kind[0]:
         step += along_g * slope
     d, keep = tl.sqrt(enough * unbias2) + options[2].to(state), by[5].to(x.dtype)
-    write_weight(at_x, at_p, here, keep * x - step / d)
+    memory.write_weight(at_x, at_p, here, keep * x - step / d)
     return ()

@@ -19,41 +19,24 @@ GRAD, PARAM, WEIGHT, STATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2),
 
 
 @triton.jit
-def places_of(
-    addresses: tl.tensor,
-    fields: tl.constexpr,
-    tensor: tl.tensor,
-    grad: tl.constexpr,
-    weight: tl.constexpr,
-    state: tl.constexpr,
-    param: tl.constexpr,
-) -> Any:
-    """Places of a tensor's gradient, weight, large states and parameter."""
-    row = addresses + tensor * fields
+def places_of(row: tl.tensor, fields: tl.constexpr, kinds: tl.tuple) -> Any:
+    """Places of a tensor's gradient, weight, large states and parameter, of four types."""
     found = tl.tuple(())
-    found += (tl.load(row + GRAD).to(tl.pointer_type(grad)),)
-    found += (tl.load(row + WEIGHT).to(tl.pointer_type(weight)),)
+    found += (tl.load(row + GRAD).to(tl.pointer_type(kinds[0])),)
+    found += (tl.load(row + WEIGHT).to(tl.pointer_type(kinds[1])),)
     for i in tl.static_range(STATES, fields):
-        found += (tl.load(row + i).to(tl.pointer_type(state)),)
-    found += (tl.load(row + PARAM).to(tl.pointer_type(param)),)
+        found += (tl.load(row + i).to(tl.pointer_type(kinds[2])),)
+    found += (tl.load(row + PARAM).to(tl.pointer_type(kinds[3])),)
     return found
 
 
 @triton.jit
-def factors_of(
-    factors: tl.tensor, tensors: tl.tensor, tensor: tl.tensor, columns: tl.constexpr
-) -> Any:
+def factors_of(row: tl.tensor, tensors: tl.tensor, columns: tl.constexpr) -> Any:
     """A tensor's factors."""
     found = tl.tuple(())
     for i in tl.static_range(columns):
-        found += (tl.load(factors + i * tensors.to(tl.int64) + tensor),)
+        found += (tl.load(row + i * tensors.to(tl.int64)),)
     return found
-
-
-@triton.jit
-def cast(numbers: tl.tuple, dtype: tl.constexpr) -> Any:
-    """Numbers in another type."""
-    return [x.to(dtype) for x in numbers]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.optim import codes
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import is_capturing
 from steadygrad.optim.kernels.codes import BLOCK as CODES
 from steadygrad.optim.kernels.codes import lanes_of, without_gaps
@@ -132,12 +133,8 @@ class Table:
         self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor
     ) -> None:
         """Starts a pass's kernel; its sums are partial ones of chunks."""
-        numbers = np.zeros(MOST_OPTIONS)
-        numbers[: len(options)] = options
-        _start(
-            self,
-            pass_kernel,
-            (len(self.chunks),),
+        numbers = (*options, *[0.0] * MOST_OPTIONS)[:MOST_OPTIONS]
+        pass_kernel[(len(self.chunks),)](
             self.device_addresses,
             self.chunks,
             self.partial_sums,
@@ -145,7 +142,7 @@ class Table:
             inverse_scale,
             factors.shape[1],
             self.addresses.shape[1],
-            *numbers.tolist(),
+            *numbers,
             *self.kinds,
             block=BLOCK,
             aligned=self.aligned,
@@ -160,17 +157,10 @@ class Table:
     def add_up(self, found: Tensor) -> None:
         """Writes sums of the last pass over each tensor, into columns of ``(rows, batch)``."""
         given = self.partial_sums, self.ends, found, len(self.chunks), found.shape[1]
-        _start(self, sum_kernel, (len(self.lengths), len(found)), *given)
+        sum_kernel[len(self.lengths), len(found)](*given)
 
 
-def run(
-    tables: Sequence[Table],
-    one: Pass,
-    by: Sequence[Tensor],
-    options: Sequence[float | Tensor],
-    sum_dtype: torch.dtype,
-    inverse_scale: Tensor | None,
-) -> Tensor | None:
+def run(one: Pass, batch: ParamBatch, by: Sequence[Tensor], options: Sequence[Any]) -> Any:
     """Runs a pass's kernel over the tables of a batch.
 
     A tensor takes part if its first factor is not zero; in sums over gradients all do.
@@ -178,26 +168,20 @@ def run(
     Returns:
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
+    tables: Sequence[Any] = batch.tables
     # A pass without factors is handed what it does not read.
     factors = torch.stack([*by]).to(torch.float64) if len(by) else tables[0].partial_sums
     numbers = [float(x) for x in options[:MOST_OPTIONS]]
-    scale = tables[0].one if inverse_scale is None else inverse_scale
-    for table in tables:
-        table.run(one, factors, numbers, scale)
-    if not one.rows:
-        return None
-    shape = one.rows, sum(len(table.lengths) for table in tables)
-    found = torch.empty(shape, dtype=sum_dtype, device=factors.device)
-    for table in tables:
-        table.add_up(found)
-    return found
-
-
-@triton.jit
-def _added(totals: tl.tuple, more: tl.tuple, rows: tl.constexpr) -> Any:
-    found = tl.tuple(())
-    for i in tl.static_range(rows):
-        found += (totals[i] + more[i],)
+    scale = tables[0].one if batch.inverse_scale is None else batch.inverse_scale
+    with torch.cuda.device_of(factors):
+        for table in tables:
+            table.run(one, factors, numbers, scale)
+        if not one.rows:
+            return None
+        shape = one.rows, len(batch.params)
+        found = torch.empty(shape, dtype=batch.sum_dtype, device=batch.device)
+        for table in tables:
+            table.add_up(found)
     return found
 
 
@@ -232,14 +216,16 @@ def pass_kernel(
     The work on a block is a function of four tuples: pointers to a tensor's gradient, weight, large
     states and parameter; the tensor's factors; the options, the last of which is one over the loss
     scale in the gradients; and the block, see :mod:`steadygrad.optim.kernels.memory`. Factors and
-    options are of float64. It returns a tuple of blocks, whose elements are added up in a type.
+    options are of float64. Then come constants: whether there are two directions, the type of sums,
+    and that to compute states in. It returns a tuple of blocks, whose elements are added up.
     """
     row = chunks + tl.program_id(0).to(tl.int64) * 5
     tensor, first, length = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
     member, line = tl.load(row + 3), tl.load(row + 4)
     coded: tl.constexpr = state == tl.uint8
-    places = places_of(addresses, fields, tensor, grad, weight, state, param)
-    by = factors_of(factors, tensors, member, columns + 2 if coded and columns > 1 else columns)
+    kind: tl.constexpr = (has_two, exact, tl.float32 if coded else state)
+    places = places_of(addresses + tensor * fields, fields, (grad, weight, state, param))
+    by = factors_of(factors + member, tensors, columns + 2 if coded and columns > 1 else columns)
     given = option0, option1, option2, option3, option4, tl.load(inverse_scale)
     options = [tl.full((), x, tl.float64) for x in given]
     lanes, totals = lanes_of(block, coded), tl.tuple(())
@@ -260,14 +246,12 @@ def pass_kernel(
                 inside &= start + lanes < length
                 # Without a name: a block's flags would be constants no more.
                 more = body(
-                    places,
-                    by,
-                    options,
-                    (first, at, inside, aligned, partial, numbers, known),
-                    has_two,
-                    exact,
+                    places, by, options, (first, at, inside, aligned, partial, numbers, known), kind
                 )
-                totals = _added(totals, more, rows)
+                found = tl.tuple(())
+                for i in tl.static_range(rows):
+                    found += (totals[i] + more[i],)
+                totals = found
     own, width = sums + tl.program_id(0), tl.num_programs(0).to(tl.int64)
     for i in tl.static_range(rows):
         tl.store(own + i * width, tl.sum(totals[i]).to(tl.float64))
@@ -295,11 +279,7 @@ def prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
     coded = types[2] is torch.uint8
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)
-    for table.aligned in (True, False):
-        table.run(one, factors, (), table.one)
-    table.add_up(torch.empty(1, 1, dtype=types[4], device=device))
-
-
-def _start(table: Table, kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
-    with torch.cuda.device_of(table.one):
-        kernel[grid](*given, **named)
+    with torch.cuda.device_of(factors):
+        for table.aligned in (True, False):
+            table.run(one, factors, (), table.one)
+        table.add_up(torch.empty(1, 1, dtype=types[4], device=device))

@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from steadygrad.optim.codes import BLOCK, DIGITS, FIRST, HIGH, LOW, SECOND, least_ratio
-from steadygrad.optim.loops.numbers import STATES, block_at, block_of, by_types, state_at
+from steadygrad.optim.loops.numbers import STATES, block_at, block_of, by_last, state_at
 
 # Columns of addresses behind those of a first and a second state: their scales.
 SCALES = STATES + 2
@@ -89,16 +89,8 @@ def blocks_of(row: Any, first: Any, size: Any) -> Any:
 
 
 def if_coded(numbers: Any, **options: Any) -> Any:
-    """A decorator of a function of codes; of numbers there is another."""
-
-    def decorate(codes: Any) -> Any:
-        def choose(*given: Any) -> Any:
-            coded = types.uint8 in [getattr(one, "dtype", one) for one in given]
-            return codes if coded else numbers
-
-        return by_types(**options)(choose)
-
-    return decorate
+    """A decorator of a function of codes, its last argument; of numbers there is another."""
+    return lambda codes: by_last(numbers, {types.uint8: codes}, **options)
 
 
 ONE = np.float32(1)
@@ -123,8 +115,8 @@ def states_at(row: Any, first: Any, size: Any, place: Any, types: Any) -> Any:
 FUSED = {"fastmath": {"contract"}, "error_model": "numpy"}
 
 
-@if_coded(lambda state, scale: state, jit_options=FUSED)
-def first_number(state: Any, scale: Any) -> Any:
+@if_coded(lambda scale, state: state, jit_options=FUSED)
+def first_number(scale: Any, state: Any) -> Any:
     """A first moment as a number."""
     # The sign fills all bits above a code.
     bits = np.uint32(np.int32(np.int8(state)) << DIGITS)
@@ -133,8 +125,8 @@ def first_number(state: Any, scale: Any) -> Any:
     return size * scale - np.uint32((bits & SIGN) | offset).view(np.float32)
 
 
-@if_coded(lambda state, scale: state, jit_options=FUSED)
-def second_number(state: Any, scale: Any) -> Any:
+@if_coded(lambda scale, state: state, jit_options=FUSED)
+def second_number(scale: Any, state: Any) -> Any:
     """A second moment as a number."""
     size = np.uint32((np.uint32(state) << DIGITS) | SECOND_BASE).view(np.float32)
     return size * scale - np.float32(scale * SECOND_OFFSET)
@@ -152,12 +144,12 @@ def bits_of(number: Any, state: Any) -> Any:
     return np.float32(number).view(np.uint32)
 
 
-def _in_place(number: Any, place: Any, state: Any, new: Any) -> None:
+def _in_place(number: Any, place: Any, new: Any, state: Any) -> None:
     state[place] = number
 
 
 @if_coded(_in_place, inline="always")
-def put(number: Any, place: Any, state: Any, new: Any) -> None:
+def put(number: Any, place: Any, new: Any, state: Any) -> None:
     """Keeps a moved state: in its place, or until the block's scale is known."""
     new[place] = number
 

@@ -8,43 +8,9 @@ from numba import njit
 from numba.extending import register_jitable
 
 from steadygrad.optim.layerwise_rule import lengths, trust_ratio
-from steadygrad.optim.loops.codes import (
-    averaged,
-    bits_of,
-    blocks_of,
-    first_number,
-    least_ratio_of,
-    product,
-    put,
-    room,
-    second_number,
-    states_at,
-    used,
-    write,
-)
-from steadygrad.optim.loops.numbers import (
-    COUNTERS,
-    DONE,
-    LINE,
-    ROW,
-    TURNS,
-    WAVES,
-    YIELD,
-    Kinds,
-    arguments,
-    array_at,
-    arrays_at,
-    block_of,
-    call,
-    fetch_next,
-    go_over,
-    look_at,
-    narrow,
-    round_masters,
-    sync_masters,
-    take_turn,
-    widen,
-)
+from steadygrad.optim.loops import codes, numbers
+from steadygrad.optim.loops.codes import averaged, bits_of, first_number, product, second_number
+from steadygrad.optim.loops.numbers import Kinds, block_of, narrow, widen
 
 # The rule's own function, without leave to round otherwise than it says.
 register_jitable(trust_ratio)
@@ -52,38 +18,38 @@ lengths_of = njit(error_model="numpy")(lengths)
 
 
 @block_of
-def numbers_of(by: Any, given: Any, types: Any) -> Any:
+def constants_of(by: Any, given: Any, types: Any) -> Any:
     """What moments move by, in the type of states: betas, what is left of one, and bounds."""
     state = types.state
     betas = state(given[0]), state(1 - given[0]), state(given[1]), state(1 - given[1])
     scales = types.number(given[-1]), state(by[1])
-    return *betas, *scales, state(given[4]), state(least_ratio_of(given[0], given[1]))
+    return *betas, *scales, state(given[4]), state(codes.least_ratio_of(given[0], given[1]))
 
 
 @block_of
-def moved_moments(g: Any, m: Any, v: Any, scales: Any, numbers: Any, types: Any) -> Any:
+def moved_moments(g: Any, m: Any, v: Any, scales: Any, constants: Any, types: Any) -> Any:
     """An element's scaled gradient, moments with it, and second moment to go by."""
-    beta1, rest1, beta2, rest2, inverse_scale, scale, bound, least = numbers
+    beta1, rest1, beta2, rest2, inverse_scale, scale, bound, least = constants
     slope = product(types.state(product(widen(g), inverse_scale)), scale)
     if types.has_two:
         slope = min(max(slope, -bound), bound)
-    first = averaged(first_number(m, scales[0]), slope, beta1, rest1)
-    second = averaged(second_number(v, scales[1]), product(slope, slope), beta2, rest2)
-    return slope, first, second, used(second, first * first * least, scales[1], m)
+    first = averaged(first_number(scales[0], m), slope, beta1, rest1)
+    second = averaged(second_number(scales[1], v), product(slope, slope), beta2, rest2)
+    return slope, first, second, codes.used(second, first * first * least, scales[1], m)
 
 
 @block_of
 def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Squared norms of weights and of directions, of which LANS has two; nothing moves."""
-    state, numbers = types.state, numbers_of(by, given, types)
+    state, constants = types.state, constants_of(by, given, types)
     eps, decay, unbias1, unbias2 = state(given[2]), state(given[3]), state(by[2]), state(by[3])
     part_x, part_m, part_g = state(0), state(0), state(0)
-    for start, n, place in blocks_of(row[ROW], first, size):
-        g, x, p = arrays_at(args, row, start, n, types)
-        q, w, scales = states_at(row, start, n, place, types)
-        sync_masters(x, p, n)
+    for start, n, place in codes.blocks_of(row[numbers.ROW], first, size):
+        g, x, p = numbers.arrays_at(args, row, start, n, types)
+        q, w, scales = codes.states_at(row, start, n, place, types)
+        numbers.sync_masters(x, p, n)
         for i in range(n):
-            slope, m, _, v = moved_moments(g[i], q[i], w[i], scales, numbers, types)
+            slope, m, _, v = moved_moments(g[i], q[i], w[i], scales, constants, types)
             here, over = state(widen(x[i])), state(1) / (math.sqrt(v * unbias2) + eps)
             u_m = m * unbias1 * over + decay * here
             if types.has_two:
@@ -97,17 +63,17 @@ def directions(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, 
 @block_of
 def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types: Any) -> Any:
     """Moves the moments, and by them the weights and the parameters that are their roundings."""
-    state, exact, numbers = types.state, types.exact, numbers_of(by, given, types)
+    state, exact, constants = types.state, types.exact, constants_of(by, given, types)
     eps, unbias2, along_m, along_g = state(given[2]), state(by[2]), state(by[3]), state(by[4])
-    keep, new, moved = exact(by[5]), (room(state), room(state)), room(exact)
-    for start, n, place in blocks_of(row[ROW], first, size):
-        g, x, p = arrays_at(args, row, start, n, types)
-        q, w, scales = states_at(row, start, n, place, types)
+    keep, new, moved = exact(by[5]), (codes.room(state), codes.room(state)), codes.room(exact)
+    for start, n, place in codes.blocks_of(row[numbers.ROW], first, size):
+        g, x, p = numbers.arrays_at(args, row, start, n, types)
+        q, w, scales = codes.states_at(row, start, n, place, types)
         top_m, top_v = np.uint32(0), np.uint32(0)
         for i in range(n):
-            slope, m, v, enough = moved_moments(g[i], q[i], w[i], scales, numbers, types)
-            put(m, i, q, new[0])
-            put(v, i, w, new[1])
+            slope, m, v, enough = moved_moments(g[i], q[i], w[i], scales, constants, types)
+            codes.put(m, i, new[0], q)
+            codes.put(v, i, new[1], w)
             top_m, top_v = max(top_m, bits_of(abs(m), q[i])), max(top_v, bits_of(v, q[i]))
             step = along_m * m
             if types.has_two:
@@ -115,27 +81,19 @@ def move(args: Any, row: Any, first: Any, size: Any, by: Any, given: Any, types:
             moved[i] = keep * exact(widen(x[i])) - step / (math.sqrt(enough * unbias2) + eps)
         for i in range(n):
             x[i] = narrow(moved[i], x[i])
-        round_masters(x, p, n)
-        write(row, start, place, by, (top_m, top_v), new, q, w)
+        numbers.round_masters(x, p, n)
+        codes.write(row, start, place, by, (top_m, top_v), new, q, w)
     return (state(0),)
 
 
 def moments_kernel(types: Kinds) -> Any:
     """The loop that looks where the moments will be."""
-
-    def kernel(data: Any) -> None:
-        take_turn(directions, data, types, False)
-
-    return kernel
+    return lambda data: numbers.take_turn(directions, data, types, False)
 
 
 def weights_kernel(types: Kinds) -> Any:
     """The loop that moves moments and weights."""
-
-    def kernel(data: Any) -> None:
-        take_turn(move, data, types, False)
-
-    return kernel
+    return lambda data: numbers.take_turn(move, data, types, False)
 
 
 def waves_kernel(types: Kinds) -> Any:
@@ -145,46 +103,37 @@ def waves_kernel(types: Kinds) -> Any:
     """
 
     def kernel(data: Any) -> None:
-        args, chunks, stops, table, sums, factors, given = arguments(data)
-        exact, turn, start, here, stop = types.exact, 0, 0, 0, 0
-        moves, again = False, False
+        args, chunks, table, sums, factors, given = numbers.arguments(data)
+        turns = numbers.array_at(args[numbers.TURNS], (args[numbers.COUNT], 3), np.int64)
+        exact = types.exact
         while True:
-            if here == stop:
-                if again:
-                    # The wave once more, from the caches.
-                    here, moves, again = start, True, False
-                else:
-                    here = fetch_next(args[COUNTERS] + turn * LINE)
-                    is_wave = turn == args[TURNS]
-                    if here >= stops[turn]:
-                        if is_wave:
-                            return
-                        turn, here = turn + 1, stop
-                        continue
-                    start, stop, moves, again = here, here + 1, turn % 2 == 1, is_wave
-                    if is_wave:
-                        ends = array_at(args[WAVES] + here * 16, 2, np.int64)
-                        start, here, stop, moves = ends[0], ends[0], ends[1], False
-            chunk = chunks[here]
-            row, by = table[chunk[0]], factors[:, chunk[0]]
-            if by[0] != 0.0 and not moves:
-                go_over(directions, args, row, chunk, by, given, types, sums[here])
-                fetch_next(args[DONE] + 8 * chunk[0])
-            elif by[0] != 0.0:
+            place = numbers.fetch_next(args[numbers.COUNTER])
+            if place >= args[numbers.COUNT]:
+                return
+            start, stop, way = turns[place]
+            for here in range(start, start if way == numbers.MOVE else stop):
+                chunk = chunks[here]
+                row, by = table[chunk[0]], factors[:, chunk[0]]
+                if by[0] != 0.0:
+                    numbers.go_over(directions, args, row, chunk, by, given, types, sums[here])
+                    numbers.fetch_next(args[numbers.DONE] + 8 * chunk[0])
+            for here in range(start, start if way == numbers.LOOK else stop):
+                chunk = chunks[here]
+                row, by = table[chunk[0]], factors[:, chunk[0]]
+                if by[0] == 0.0:
+                    continue
                 # Other threads may still work on the tensor's last chunks.
-                while look_at(args[DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
-                    if args[YIELD] != 0:
-                        call(args[YIELD])
+                while numbers.look_at(args[numbers.DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
+                    numbers.call(args[numbers.YIELD])
                 x, m, g = 0.0, 0.0, 0.0
                 for k in range(chunk[3], chunk[4]):
                     x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]
                 bounds = exact(given[6]), exact(given[7]), given[8] != 0.0
-                numbers = exact(given[0]), exact(1 - given[0]), exact(given[3]), *bounds
+                constants = exact(given[0]), exact(1 - given[0]), exact(given[3]), *bounds
                 norms = exact(x), exact(m), exact(g) if types.has_two else None
-                along_m, along_g, keep = lengths_of(*norms, True, exact(given[5]), numbers)
+                along_m, along_g, keep = lengths_of(*norms, True, exact(given[5]), constants)
                 lengths = along_m * by[2], float(along_g), float(keep)
                 found = (1.0, by[1], by[3], *lengths, by[-2], by[-1])
-                go_over(move, args, row, chunk, found, given, types, sums[here])
-            here += 1
+                numbers.go_over(move, args, row, chunk, found, given, types, sums[here])
 
     return kernel

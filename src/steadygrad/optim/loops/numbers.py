@@ -24,9 +24,9 @@ MOST_SUMS = 3
 GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 
 # Places of a kernel's arguments, int64 numbers.
-COUNTERS = 0  # address of the next free chunk of each turn, in lines of the cache of their own
-STOPS = 1  # address of the chunk after the last of each turn, then of the number of waves
-TURNS = 2  # number of turns; the next counter is that of waves
+COUNTER = 0  # address of the next free turn, in a line of the cache of its own
+COUNT = 1  # number of turns
+TURNS = 2  # address of rows of the first chunk, the one after the last, and one of the ways below
 CHUNK_TABLE = 3  # address of rows of tensor, first element, length, the tensor's chunks, a piece
 TENSORS = 4  # number of tensors
 ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
@@ -37,12 +37,12 @@ FACTORS = 9  # address of float64 factors, a row of all tensors for each factor
 OPTIONS = 10  # address of float64 numbers that hold for all tensors
 ZEROS = 11  # address of a block of zeros: gradients of tensors that have none
 DONE = 12  # address of how many of its chunks have been looked at, for each tensor
-YIELD = 13  # address of the function that lets another thread run; zero: there is one thread
-WAVES = 14  # address of the first chunk of each wave and the one after its last
-ROWS = 15  # number of factors
-NUMBERS = 16  # number of options, the last of which is one over the loss scale in the gradients
-PLACES = 17
-LINE = 64  # bytes of a line of the cache
+YIELD = 13  # address of the function that lets another thread run
+ROWS = 14  # number of factors
+NUMBERS = 15  # number of options, the last of which is one over the loss scale in the gradients
+PLACES = 16
+# What a turn of waves does: looks at directions, moves, or one after the other.
+LOOK, MOVE, BOTH = 0, 1, 2
 
 # What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
 # that changes with these, so that they are compiled anew.
@@ -99,25 +99,16 @@ def instruction(returns: Any, emit: Any) -> Any:
     return call
 
 
-def _call(builder: Any, address: Any) -> Any:
-    function = ir.FunctionType(ir.VoidType(), []).as_pointer()
-    builder.call(builder.inttoptr(address, function), [])
-    return ir.Constant(INT64, 0)
-
-
-def _cell(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, INT64.as_pointer())
-
-
+CELL, FUNCTION = INT64.as_pointer(), ir.FunctionType(ir.IntType(32), []).as_pointer()
 # Calls the function of no arguments at an address.
-call = instruction(types.int64, _call)
+call = instruction(types.int32, lambda b, x: b.call(b.inttoptr(x, FUNCTION), []))
 pointer = instruction(types.voidptr, lambda b, x: b.inttoptr(x, cgutils.voidptr_t))
 # The next number of a counter that threads share. What a thread wrote before it counted is there
 # for one that has looked at the counter.
 fetch_next = instruction(
-    types.int64, lambda b, x: b.atomic_rmw("add", _cell(b, x), ir.Constant(INT64, 1), "release")
+    types.int64, lambda b, x: b.atomic_rmw("add", b.inttoptr(x, CELL), INT64(1), "release")
 )
-look_at = instruction(types.int64, lambda b, x: b.load_atomic(_cell(b, x), "acquire", 8))
+look_at = instruction(types.int64, lambda b, x: b.load_atomic(b.inttoptr(x, CELL), "acquire", 8))
 
 
 def block_of(function: Any) -> Any:
@@ -125,17 +116,17 @@ def block_of(function: Any) -> Any:
     return njit(inline="always")(function)
 
 
-def by_types(**options: Any) -> Any:
-    """A decorator of what returns, for types of arguments, the function that takes such ones."""
+def by_last(plain: Any, others: dict[Any, Any], **options: Any) -> Any:
+    """What is another function for some types of its last argument, or of that one's elements."""
 
-    def decorate(choose: Any) -> Any:
-        def chosen(*given: Any) -> Any: ...
+    def chosen(*given: Any) -> Any: ...
 
-        # Not strict, because that compares annotations, which a lambda cannot have.
-        overload(chosen, strict=False, **options)(choose)
-        return chosen
+    def choose(*given: Any) -> Any:
+        return others.get(getattr(given[-1], "dtype", given[-1]), plain)
 
-    return decorate
+    # Not strict, because that compares annotations, which a lambda cannot have.
+    overload(chosen, strict=False, **options)(choose)
+    return chosen
 
 
 @block_of
@@ -156,15 +147,14 @@ def block_at(address: Any, first: Any, length: Any, dtype: Any) -> Any:
 
 @block_of
 def arguments(data: Any) -> Any:
-    """Arguments of a kernel; tables of chunks, ends of turns, addresses, sums, factors, options."""
+    """Arguments of a kernel; tables of chunks, addresses, sums, factors and options."""
     args = carray(data, PLACES, np.int64)
     chunks = array_at(args[CHUNK_TABLE], (args[CHUNKS], 6), np.int64)
-    stops = array_at(args[STOPS], args[TURNS] + 1, np.int64)
     addresses = array_at(args[ADDRESSES], (args[TENSORS], args[FIELDS]), np.int64)
     sums = array_at(args[SUMS], (args[CHUNKS], MOST_SUMS), np.float64)
     table = array_at(args[FACTORS], (args[ROWS], args[TENSORS]), np.float64)
     options = array_at(args[OPTIONS], args[NUMBERS], np.float64)
-    return args, chunks, stops, addresses, sums, table, options
+    return args, chunks, addresses, sums, table, options
 
 
 @block_of
@@ -186,10 +176,10 @@ def take_turn(block: Any, data: Any, types: Any, of_gradients: Any) -> Any:
     A tensor takes part if its first factor is not zero, and with ``of_gradients`` in any case if it
     has a gradient.
     """
-    args, chunks, stops, table, sums, factors, given = arguments(data)
+    args, chunks, table, sums, factors, given = arguments(data)
     while True:
-        place = fetch_next(args[COUNTERS])
-        if place >= stops[0]:
+        place = fetch_next(args[COUNTER])
+        if place >= args[CHUNKS]:
             return
         chunk = chunks[place]
         row, by = table[chunk[0]], factors[:, chunk[0]]
@@ -225,21 +215,18 @@ overload(where, strict=False)(
 # Bits of a number are worked on as whole numbers, without a branch, so that many are done at once.
 
 
-@block_of
 def wide_bfloat16(bits: Any) -> Any:
     """The number as float32."""
     return np.uint32(np.uint32(bits) << 16).view(np.float32)
 
 
-@block_of
-def narrow_bfloat16(x: Any) -> Any:
+def narrow_bfloat16(x: Any, like: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
     return np.uint16(rounded if x == x else 0x7FC0)
 
 
-@block_of
 def wide_float16(bits: Any) -> Any:
     """The number as float32."""
     size = np.uint32(bits) & 0x7FFF
@@ -252,8 +239,7 @@ def wide_float16(bits: Any) -> Any:
     return np.uint32(wide | ((np.uint32(bits) & 0x8000) << 16)).view(np.float32)
 
 
-@block_of
-def narrow_float16(x: Any) -> Any:
+def narrow_float16(x: Any, like: Any) -> Any:
     """To the nearest, ties to even; a NaN stays one, a too large number becomes infinite."""
     bits = np.float32(x).view(np.uint32)
     size = bits & 0x7FFFFFFF
@@ -267,41 +253,24 @@ def narrow_float16(x: Any) -> Any:
     return np.int16(narrow | ((bits >> 16) & 0x8000))
 
 
-@by_types()
-def widen(number: Any) -> Any:
-    """A number as a floating one."""
-    found = {types.uint16: wide_bfloat16, types.int16: wide_float16}.get(number)
-    return (lambda number: number) if found is None else (lambda number: found(number))
+# A number as a floating one, and as the type of another has it.
+widen = by_last(lambda bits: bits, {types.uint16: wide_bfloat16, types.int16: wide_float16})
+narrow = by_last(lambda x, like: x, {types.uint16: narrow_bfloat16, types.int16: narrow_float16})
 
 
-@by_types()
-def narrow(number: Any, like: Any) -> Any:
-    """A number as the type of ``like`` has it."""
-    found = {types.uint16: narrow_bfloat16, types.int16: narrow_float16}.get(like)
-    return (lambda number, like: number) if found is None else (lambda number, like: found(number))
-
-
-@by_types()
-def sync_masters(master: Any, parameter: Any, size: Any) -> Any:
+@block_of
+def sync_masters(master: Any, parameter: Any, size: Any) -> None:
     """Copies values that were written to parameters into their masters.
 
     An element that is still its master's rounding tells nothing new; any other is the master now.
     """
-
-    def sync(master: Any, parameter: Any, size: Any) -> None:
-        for i in range(size):
-            same = narrow(master[i], parameter[i]) == parameter[i]
-            master[i] = master[i] if same else widen(parameter[i])
-
-    return sync if master.dtype != parameter.dtype else lambda master, parameter, size: None
+    for i in range(0 if master.dtype == parameter.dtype else size):
+        same = narrow(master[i], parameter[i]) == parameter[i]
+        master[i] = master[i] if same else widen(parameter[i])
 
 
-@by_types()
-def round_masters(master: Any, parameter: Any, size: Any) -> Any:
+@block_of
+def round_masters(master: Any, parameter: Any, size: Any) -> None:
     """Rounds masters to their parameters."""
-
-    def round_all(master: Any, parameter: Any, size: Any) -> None:
-        for i in range(size):
-            parameter[i] = narrow(master[i], parameter[i])
-
-    return round_all if master.dtype != parameter.dtype else lambda master, parameter, size: None
+    for i in range(0 if master.dtype == parameter.dtype else size):
+        parameter[i] = narrow(master[i], parameter[i])

@@ -13,6 +13,7 @@ place of its own, so sums do not depend on who worked on it.
 """
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steadygrad.optim import codes
+from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.loops import ALL, BROKEN, numbers, was_forked
 from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
 from steadygrad.optim.passes import Pass, Types, addresses_of, cast, check_memory, named
@@ -73,7 +75,7 @@ class Table:
         # See `numbers.CHUNK_TABLE`.
         self.chunks = np.ascontiguousarray(np.stack(columns, axis=1))
         self.kernels: dict[Pass, Any] = {}
-        self.plans: dict[tuple[bool, int], tuple[NDArray[np.int64], ...]] = {}
+        self.turns: dict[int, NDArray[np.int64]] = {}
         # Zero for a gradient that is zero.
         self.addresses = np.zeros((len(sizes), STATES + states), np.int64)
         self.addresses[:, ROW] = lines
@@ -82,9 +84,12 @@ class Table:
         self.args[numbers.CHUNKS], self.args[numbers.TENSORS] = len(tensors), len(sizes)
         self.args[numbers.FIELDS] = self.addresses.shape[1]
         self.done, self.zeros = np.zeros(len(sizes), np.int64), np.zeros(pieces.max(initial=0))
+        # Between lines of the cache that no thread writes to.
+        self.counter = np.zeros(24, np.int64)
         held = self.chunks, self.addresses, self.partial_sums, self.done, self.zeros
         own = [numbers.CHUNK_TABLE, numbers.ADDRESSES, numbers.SUMS, numbers.DONE, numbers.ZEROS]
         self.args[own] = [array.ctypes.data for array in held]
+        self.args[numbers.COUNTER] = self.counter[8:].ctypes.data
 
     def fill_states(self, moments: Sequence[Sequence[Tensor]]) -> None:
         """Writes where large states of the batch lie, given as a list for each of them."""
@@ -106,11 +111,9 @@ class Table:
     ) -> NDArray[np.float64]:
         """Runs a pass's loop on as many threads as torch uses, and returns its sums."""
         threads = _threads(self.elements)
-        starts, stops, waves = self._plan(one.in_waves, threads)
-        counters = starts.copy()
-        self.args[numbers.COUNTERS] = counters.ctypes.data + numbers.LINE
-        self.args[numbers.STOPS], self.args[numbers.TURNS] = stops.ctypes.data, len(stops) - 1
-        self.args[numbers.WAVES] = waves.ctypes.data
+        turns = self._turns(threads)
+        self.args[[numbers.COUNT, numbers.TURNS]] = len(turns), turns.ctypes.data
+        self.counter.fill(0)
         self.partial_sums.fill(0.0)
         self.done.fill(0)
         self.args[numbers.FACTORS] = factors.ctypes.data
@@ -124,44 +127,35 @@ class Table:
         sums: NDArray[np.float64] = np.add.reduceat(self.partial_sums, self.firsts, axis=0)
         return sums
 
-    def _plan(self, in_waves: bool, threads: int) -> tuple[NDArray[np.int64], ...]:
-        """Counters of turns and where they end, and the first and last chunks of waves.
+    def _turns(self, threads: int) -> NDArray[np.int64]:
+        """Turns of a loop in waves, in the order in which threads take them.
 
-        In waves a thread takes some tensors for itself, twice: the second time they are in its own
+        In a wave a thread takes some tensors for itself, twice: the second time they are in its own
         caches. What another core has read may be further away than the memory. Threads share large
-        tensors, each in two turns, before all waves.
+        tensors, each twice, before all waves.
         """
-        if (plan := self.plans.get((in_waves, threads))) is None:
-            lasts, waves, total = np.append(self.firsts[1:], len(self.chunks)), [], WAVE
-            starts, stops = ([], []) if in_waves else ([0], [len(self.chunks)])
-            for size, *ends in (
-                zip(self.lengths, self.firsts, lasts, strict=True) if in_waves else ()
-            ):
+        if threads not in self.turns:
+            turns: list[tuple[int, int, int]] = []
+            waves: list[list[int]] = []
+            # No wave is open that a tensor could be put into.
+            total, lasts = math.inf, [*self.firsts[1:], len(self.chunks)]
+            for size, first, last in zip(self.lengths, self.firsts, lasts, strict=True):
                 if threads > 1 and size * SHARE * threads > self.elements:
-                    starts, stops, total = [*starts, *ends[:1] * 2], [*stops, *ends[1:] * 2], WAVE
+                    for way in (numbers.LOOK, numbers.MOVE):
+                        turns += [(i, i + 1, way) for i in range(first, last)]
+                    total = math.inf
                 elif total + size > WAVE:
-                    waves.append(ends)
+                    waves.append([first, last, numbers.BOTH])
                     total = size
                 else:
-                    waves[-1][1], total = ends[1], total + size
+                    waves[-1][1], total = last, total + size
             # The largest first: threads come to their ends together.
-            waves.sort(key=lambda ends: self.chunks[slice(*ends), 2].sum(), reverse=True)
-            # Each counter in a line of the cache of its own, as every thread writes to it.
-            counters = np.zeros((len(starts) + 3, numbers.LINE // 8), np.int64)
-            counters[1:-2, 0] = starts
-            plan = counters, np.array([*stops, len(waves)], np.int64), np.array(waves, np.int64)
-            self.plans[in_waves, threads] = plan
-        return plan
+            waves.sort(key=lambda wave: self.chunks[wave[0] : wave[1], 2].sum(), reverse=True)
+            self.turns[threads] = np.array([*turns, *waves], np.int64)
+        return self.turns[threads]
 
 
-def run(
-    tables: Sequence[Table],
-    one: Pass,
-    by: Sequence[NDArray[Any]],
-    options: Sequence[float],
-    sum_dtype: torch.dtype,
-    inverse_scale: Tensor | None,
-) -> NDArray[Any] | None:
+def run(one: Pass, batch: ParamBatch, by: Sequence[Any], options: Sequence[float]) -> Any:
     """Runs a pass's loop over the tables of a batch.
 
     A tensor takes part if its first factor is not zero; without any, if it has a gradient.
@@ -170,18 +164,18 @@ def run(
         This process's sums, with shape ``(rows, tensors)``; None without rows.
     """
     factors = np.array(by, np.float64)
-    scale = 1.0 if inverse_scale is None else inverse_scale.numpy()
+    scale = 1.0 if batch.inverse_scale is None else batch.inverse_scale.numpy()
     numbers_of_all = np.array([*options, scale], np.float64)
-    if len(tables) == 1:
-        sums = tables[0].run(one, factors, numbers_of_all)
+    if len(batch.tables) == 1:
+        sums = batch.tables[0].run(one, factors, numbers_of_all)
     else:
-        sums = np.empty((sum(len(table.members) for table in tables), MOST_SUMS))
-        for table in tables:
+        sums = np.empty((len(batch.params), MOST_SUMS))
+        for table in batch.tables:
             own = np.ascontiguousarray(factors[..., table.members]) if len(by) else factors
             found = table.run(one, own, numbers_of_all)
             if one.rows:
                 sums[table.members] = found
-    return cast(sums.T[: one.rows], sum_dtype) if one.rows else None
+    return cast(sums.T[: one.rows], batch.sum_dtype) if one.rows else None
 
 
 _NUMBERS: dict[torch.dtype, Any] = {
@@ -252,7 +246,6 @@ def _threads(elements: int) -> int:
 def _run(kernel: Any, args: NDArray[np.int64], threads: int) -> None:
     """Runs a kernel to its end, without the interpreter's lock."""
     place = args.ctypes.data
-    args[numbers.YIELD] = 0
     if threads == 1:
         kernel(place)
         return
