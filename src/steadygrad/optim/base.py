@@ -46,8 +46,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     warn_after_skips: int | None = 100
     _passes: Sequence[Pass]
-    # First sums of each parameter.
-    _first_rows = 1
+    _first_rows = 1  # sums of each parameter that a step begins with
     # Whether a parameter without a gradient, unless it is frozen, takes part as if it were zero.
     none_is_zero = False
 
@@ -60,12 +59,10 @@ class ShardedOptimizer(StatefulOptimizer):
     _built: Sequence[ParamBatch] = ()
     _options: Sequence[Any] = ()
     _partial: PartialGradients | None = None
-    # Whether any process has a gradient that is partial, with one flag for each parameter.
-    _anywhere: Tensor | None = None
+    _anywhere: Tensor | None = None  # where gradients are partial, whether any process has one
     _packed_sum: PackedSum | None = None
     _skips: SkipMonitor | None = None
-    # Where ZeroRedundancyOptimizer gave it some of the parameters only.
-    _zero_sum: ZeroSum | None = None
+    _zero_sum: ZeroSum | None = None  # where ZeroRedundancyOptimizer gave it some parameters only
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
