@@ -61,10 +61,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
         if self._normalizes:
             pairs = zip(batches, norms, strict=True)
             return [b.sign * rule_of.inverse_norms(sums[0]) for b, sums in pairs]
-        scales: list[Any] = [b.sign for b in batches]
         bounds = [b.group["max_grad_norm"] for b in batches]
         if bounds.count(None) == len(bounds):
-            return scales
+            return [b.sign for b in batches]
         # Divided first: each of them may be finite and their sum not.
         count, device = len(self._params), batches[0].device
         parts = [
@@ -73,8 +72,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
         ]
         norm = torch.stack(parts).sum().sqrt() * count**0.5 if joint is None else joint[0].sqrt()
         return [
-            scale if bound is None else scale / b.number((norm / bound).clip(1.0))
-            for b, scale, bound in zip(batches, scales, bounds, strict=True)
+            b.sign if bound is None else b.sign / b.number((norm / bound).clip(1.0))
+            for b, bound in zip(batches, bounds, strict=True)
         ]
 
     def _needed(self, device: torch.device) -> Sequence[Pass]:
@@ -92,17 +91,14 @@ class LayerwiseOptimizer(ShardedOptimizer):
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
-        work = self._work(batches, norms, joint)
-        if self._is_alone:
-            both, left = self._passes.move_in_waves, []
-            for one in work:
-                if one[0].tables and both.place(one[0].device):
-                    both(*one)
-                else:
-                    left.append(one)
-            work = left
-        totals = self._directions_of(work, self._passes.move_moments)
-        for (batch, by, options), directions in zip(work, totals, strict=True):
+        is_alone, both, left = self._is_alone, self._passes.move_in_waves, []
+        for one in self._work(batches, norms, joint):
+            if is_alone and one[0].tables and both.place(one[0].device):
+                both(*one)
+            else:
+                left.append(one)
+        totals = self._directions_of(left, self._passes.move_moments)
+        for (batch, by, options), directions in zip(left, totals, strict=True):
             along = rule_of.coefficients(directions, by, options)
             self._passes.move_weights(batch, along, options)
         return ok
@@ -115,21 +111,13 @@ class LayerwiseOptimizer(ShardedOptimizer):
     def _work(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
     ) -> list[Work]:
-        work = []
-        scales = self._gradient_scales(batches, norms, joint)
+        work, scales = [], self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
             group, (beta1, beta2) = batch.group, batch.group["betas"]
-            options = rule_of.Options(
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-                group.get("clip_value") or math.inf,
-                batch.lr,
-                group["lower_bound"] or 0.0,
-                _upper_bound(group),
-                group.get("adapt", True),
-            )
+            clip_value = group.get("clip_value") or math.inf
+            moments = beta1, beta2, group["eps"], group["weight_decay"], clip_value
+            bounds = group["lower_bound"] or 0.0, _upper_bound(group)
+            options = rule_of.Options(*moments, batch.lr, *bounds, group.get("adapt", True))
             by = rule_of.factors(scale, batch.steps, batch.taken, options)
             work.append((batch, by, options))
         return work
