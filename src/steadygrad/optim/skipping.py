@@ -13,7 +13,7 @@ from steadygrad.optim.passes import tensor_of
 
 
 class SkipMonitor:
-    """Counts skipped steps in a row; the host does not wait for an accelerator.
+    """Counter of skipped steps in a row, for which the host does not wait.
 
     On an accelerator the count of skipped steps is copied to the host now and then, and read
     one interval later: the warning comes after at most twice as many steps.

@@ -63,7 +63,7 @@ ADAM_FIELDS = {
 
 def scales_of(*moments: str) -> dict[str, StateField]:
     """States for the scales of moments that may be kept in eight bits."""
-    scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH)
+    scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH, initial=codes.LOW)
     return {name + codes.EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
@@ -108,9 +108,6 @@ class TypeKeepingOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all of a state or none, each tensor in its own type and copied to its device."""
-        # Hooks may make a state dict of what has another outline, and torch copies it for them.
-        if not hasattr(state_dict, "copy"):
-            check_outline(state_dict)
         self._fill_state()
         states: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -186,19 +183,16 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
         """A parameter's state before its first step, masters aside."""
-        found = {}
+        found, is_coded = {}, codes.is_coded(parameter, group)
         for name, field in self._fields.items():
             dtype, device = self._kept_as(name, parameter, group), parameter.device
-            shape = field.shape(parameter, group)
             if field.elementwise:
                 found[name] = torch.zeros_like(parameter, dtype=dtype)
-            elif field.scales:
-                if codes.is_coded(parameter, group):
-                    own = len(local(parameter)), shape[1]
-                    scales = torch.full(own, codes.LOW, dtype=dtype, device=device)
-                    found[name] = as_shard(scales, parameter, shape)
-            elif not (field.sized_only and parameter.numel() == 1):
-                found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
+            elif is_coded if field.scales else parameter.numel() != 1 or not field.sized_only:
+                shape = field.shape(local(parameter), group)
+                own = torch.full(shape, field.initial, dtype=dtype, device=device)
+                whole = field.shape(parameter, group)
+                found[name] = as_shard(own, parameter, whole) if field.scales else own
         return found
 
     def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
@@ -211,9 +205,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             code = codes.SECOND if self._fields[field.scales].low == 0.0 else codes.FIRST
             if is_wanted:
                 moment = shared_out(moment.to(parameter.device, torch.float32), parameter)
-                place = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                first = place + codes.first_element(parameter)
-                seed = codes.seeds_at(place, place, first).squeeze(1)
+                zero = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                seed = codes.seeds_at(zero, zero, zero + codes.first_element(parameter)).squeeze(1)
                 found, exponents = codes.encode(local(moment), seed, row, code)
                 shape = field.shape(parameter, group)
                 state[name] = as_shard(exponents.view(-1, shape[1]), parameter, shape)
@@ -287,8 +280,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         for name in (expected | {MASTER, *scales}) & {*state}:
             field, value = self._field(name), state[name]
             if value.shape != (shape := field.shape(parameter, group)):
-                whose = "the parameter's " if field.elementwise else ""
-                raise damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
+                raise damaged(name, f"with shape {shape}", tuple(value.shape))
             # Codes without scales, or scales of numbers, would be taken for what they are not.
             is_code = name in scales or name + codes.EXPONENTS in state
             if is_code is not (value.dtype is torch.uint8):
