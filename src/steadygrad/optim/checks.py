@@ -115,9 +115,7 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
         remedy = "parameter.to_dense()"
-    elif any(
-        n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
+    elif any(n > 1 and not s for n, s in zip(parameter.shape, parameter.stride(), strict=True)):
         remedy = "parameter.clone(), as elements share memory here"
     if remedy:
         raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_number, check_type
+from steadygrad._checks import InputError, check_number
 from steadygrad._names import plain_name
 
 Options = Mapping[str, Any]
@@ -40,7 +40,7 @@ def param_groups(
     weight_decay: float | None = None,
     strict: bool = True,
 ) -> list[dict[str, Any]]:
-    """Builds an optimizer's groups from patterns on parameter names.
+    """An optimizer's groups, from patterns on parameter names.
 
     ``optimizer = LANS(param_groups(model, {"*.bias": {"weight_decay": 0.0}}), lr=5e-3)``
 
@@ -71,16 +71,13 @@ def param_groups(
         Groups of named parameters, as every torch optimizer takes them: one for each different set
         of options, in the order of their first parameters.
     """
-    named = _named_parameters(model)
-    remedy = '{"*.bias": {"weight_decay": 0.0}}'
-    options = check_type("options", options or {}, Mapping, remedy)  # type: ignore[type-abstract]
+    named, options = _named_parameters(model), options or {}
     for pattern, wanted in options.items():
         # torch's groups hold these beside options.
         if not isinstance(wanted, Mapping) or {"params", "param_names"} & {*wanted}:
             raise InputError(
-                f"Expected a mapping from names of options to values for the pattern {pattern!r}, "
-                f"without params and param_names. Found {wanted!r}. "
-                'Remedy: {"weight_decay": 0.0}.'
+                f"Expected options by name, without params and param_names, for {pattern!r}. "
+                f"Found {wanted!r}. Remedy: {{'weight_decay': 0.0}}."
             )
         for name in {*_MULTIPLIERS} & {*wanted}:
             check_number(name, wanted[name], low=0)

@@ -13,7 +13,7 @@ def unstack(
     groups: Sequence[Mapping[str, Any]],
     fields: Mapping[str, StateField],
 ) -> list[dict[str, Any]]:
-    """Gives every parameter its part of the stacks.
+    """Each parameter's part of the stacks.
 
     icefall stacks parameters of one type and shape and keeps their state at the first of them; a
     group's clipping lies at the first parameter of the first stack. The groups are this

@@ -85,9 +85,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
         pairs = [*zip(batches, sums, strict=True)]
         norms, ok, joint = self._first_sums(
-            batches,
-            sums,
-            terms=lambda: [(0, tensor_of(cast(own[0], batch.exact))) for batch, own in pairs],
+            batches, sums, terms=lambda: [(0, tensor_of(cast(s[0], b.exact))) for b, s in pairs]
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)

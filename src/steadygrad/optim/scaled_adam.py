@@ -185,8 +185,7 @@ class ScaledAdam(ShardedOptimizer):
 class ScaledAdamStep:
     """A step of one batch of parameters, all of one element or none."""
 
-    # Over all shards, each with shape `(tensors)`, once they are known.
-    sums: Sequence[Any]
+    sums: Sequence[Any]  # over all shards, each with shape `(tensors)`, once they are known
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group = batch, batch.group
@@ -279,9 +278,10 @@ def clip_factors(
     """
     factors: dict[int, Tensor] = {}
     for place, group in enumerate(groups):
-        members = [step for step in work if step.group is group]
+        members = [one for one in work if one.group is group]
+        scale, original = group["clipping_scale"], rule_of.is_original(group)
         # Joint also where this process works on none of them: the memory is the whole group's.
-        if group["clipping_scale"] is None or not (members if joint is None else group["params"]):
+        if scale is None or not (members if joint is None else group["params"]):
             continue
         if joint is None:
             norm, seen = _norm(members), ok
@@ -289,23 +289,18 @@ def clip_factors(
             square, count = joint[2 * place : 2 * place + 2]
             norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
         # The first parameter's copy is what counts; one on a device without work falls behind.
-        copies = [states[group["params"][0]], *(step.batch.states[0] for step in members)]
+        copies = [states[group["params"][0]], *(one.batch.states[0] for one in members)]
         own = {name: copies[0][name] for name in (*CLIPPING, CLOCK)}
         if isinstance(norm, Tensor):
             norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
         else:
             own = {name: value.numpy()[()] for name, value in own.items()}
             seen = members[0].batch.column(seen)
-        known, factor = clipping.clip(
-            clipping.Clipping(*(own[name] for name in CLIPPING)),
-            norm,
-            own[CLOCK],
-            seen,
-            scale=group["clipping_scale"],
-            original=rule_of.is_original(group),
+        *memory, step = own.values()
+        known, factors[id(group)] = clipping.clip(
+            clipping.Clipping(*memory), norm, step, seen, scale=scale, original=original
         )
-        factors[id(group)] = factor
-        values = [*known, own[CLOCK] + seen]
+        values = [*known, step + seen]
         # One on each device.
         for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
             for name, value in zip(own, values, strict=True):

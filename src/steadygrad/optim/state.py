@@ -172,25 +172,25 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _field(self, name: str) -> StateField:
         return self._fields.get(name) or StateField(elementwise=name == MASTER)
 
-    def _dtype_of(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
+    def _dtype_of(
+        self, name: str, parameter: Tensor, group: Options, is_coded: bool
+    ) -> torch.dtype:
+        """Type of a state in memory, which is a code's if it is a moment in eight bits."""
+        if is_coded and name + codes.EXPONENTS in self._fields:
+            return torch.uint8
         dtype = self._field(name).dtype or self._state_dtype(parameter, group)
         return exact(parameter.device) if dtype is torch.float64 else dtype
-
-    def _kept_as(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
-        """Type that a state has in memory, which is a code's if it is a moment in eight bits."""
-        is_code = name + codes.EXPONENTS in self._fields and codes.is_coded(parameter, group)
-        return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
         """A parameter's state before its first step, masters aside."""
         found, is_coded = {}, codes.is_coded(parameter, group)
         for name, field in self._fields.items():
-            dtype, device = self._kept_as(name, parameter, group), parameter.device
+            dtype = self._dtype_of(name, parameter, group, is_coded)
             if field.elementwise:
                 found[name] = torch.zeros_like(parameter, dtype=dtype)
             elif is_coded if field.scales else parameter.numel() != 1 or not field.sized_only:
                 shape = field.shape(local(parameter), group)
-                own = torch.full(shape, field.initial, dtype=dtype, device=device)
+                own = torch.full(shape, field.initial, dtype=dtype, device=parameter.device)
                 whole = field.shape(parameter, group)
                 found[name] = as_shard(own, parameter, whole) if field.scales else own
         return found
@@ -265,7 +265,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         return found
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
-        dtype, field = self._kept_as(name, parameter, group), self._field(name)
+        field, is_coded = self._field(name), codes.is_coded(parameter, group)
+        dtype = self._dtype_of(name, parameter, group, is_coded)
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if field.elementwise or field.scales else value
 
@@ -281,13 +282,11 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             field, value = self._field(name), state[name]
             if value.shape != (shape := field.shape(parameter, group)):
                 raise damaged(name, f"with shape {shape}", tuple(value.shape))
+            dtype = self._dtype_of(name, parameter, group, name + codes.EXPONENTS in state)
             # Codes without scales, or scales of numbers, would be taken for what they are not.
-            is_code = name in scales or name + codes.EXPONENTS in state
-            if is_code is not (value.dtype is torch.uint8):
-                kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                raise damaged(name, f"of {kind}", value.dtype)
+            if (dtype is torch.uint8) is not (value.dtype is torch.uint8):
+                raise damaged(name, f"of {dtype} (scales are of codes alone)", value.dtype)
             # In the type that it is kept in, where a larger number is infinite.
-            dtype = torch.uint8 if is_code else self._dtype_of(name, parameter, group)
             own = local(value).detach().to(dtype)
             if own.numel() and not own.is_meta:
                 least, largest = (float(x) for x in torch.aminmax(own))
