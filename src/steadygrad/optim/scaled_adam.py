@@ -21,17 +21,16 @@ from steadygrad.optim.icefall import unstack
 from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
 from steadygrad.optim.state import COUNT, SHARED_COUNT, StateField, scales_of
 
-RECIPES = ("zipformer", "stateless7")
-# States of a group's clipping; the threshold is infinite before there is one.
-CLIPPING = {
-    "model_norms": replace(SHARED_COUNT, length="clipping_update_period"),
-    "model_norm_threshold": StateField(
-        dtype=torch.float64, low=0.0, high=torch.inf, initial=torch.inf, shared=True
-    ),
-    "num_clipped": SHARED_COUNT,
-}
 # Steps that a group's clipping has seen: those of a parameter stand still where it is frozen.
 CLOCK = "clipping_step"
+# States of a group's clipping; the threshold is infinite before there is one.
+_THRESHOLD = replace(SHARED_COUNT, dtype=torch.float64, high=torch.inf, initial=torch.inf)
+CLIPPING = {
+    "model_norms": replace(SHARED_COUNT, length="clipping_update_period"),
+    "model_norm_threshold": _THRESHOLD,
+    "num_clipped": SHARED_COUNT,
+    CLOCK: SHARED_COUNT,
+}
 
 
 class ScaledAdam(ShardedOptimizer):
@@ -81,7 +80,6 @@ class ScaledAdam(ShardedOptimizer):
         "scale_grads": StateField(length="size_update_period", sized_only=True),
         "skipped": SHARED_COUNT,
         **CLIPPING,
-        CLOCK: SHARED_COUNT,
     }
 
     def __init__(
@@ -110,7 +108,7 @@ class ScaledAdam(ShardedOptimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        check_choice("recipe", group["recipe"], RECIPES)
+        check_choice("recipe", group["recipe"], ("zipformer", "stateless7"))
         for name in ("eps", "scalar_lr_scale", "param_min_rms"):
             check_number(name, group[name], low=0)
         for name in ("param_max_rms", "scalar_max"):
@@ -122,8 +120,8 @@ class ScaledAdam(ShardedOptimizer):
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Float32; the recipe of 2022 keeps float64 for float64 parameters."""
-        is_current = group["recipe"] == "zipformer"
-        return torch.float32 if is_current else super()._state_dtype(parameter, group)
+        is_original = rule_of.is_original(group)
+        return super()._state_dtype(parameter, group) if is_original else torch.float32
 
     def _kind(self, parameter: Tensor) -> bool:
         return parameter.numel() == 1
@@ -153,7 +151,7 @@ class ScaledAdam(ShardedOptimizer):
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         work = [ScaledAdamStep(batch) for batch in batches]
-        own = [one.local_sums() for one in work]
+        own = [rule_of.sums(one.batch, (one.asked,)) for one in work]
 
         def terms() -> list[tuple[slice, Tensor]]:
             found, places = [], {id(group): i for i, group in enumerate(self.param_groups)}
@@ -167,10 +165,47 @@ class ScaledAdam(ShardedOptimizer):
         totals, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for one, total in zip(work, totals, strict=True):
             one.sums = [*total]
-        factors = clip_factors(work, self.param_groups, self.state, ok, joint)
+        self._clip(work, ok, joint)
         for one in work:
-            one.apply(factors.get(id(one.group)))
+            one.apply()
         return ok
+
+    def _clip(self, work: Sequence["ScaledAdamStep"], ok: Tensor, joint: Tensor | None) -> None:
+        """Gives steps the clipping factors of their groups, with shape ``()``.
+
+        ``joint`` has each group's squared norm and the number of its parameters that are worked on,
+        with shape ``(2 * groups)``, where all processes had to agree on them.
+        """
+        for place, group in enumerate(self.param_groups):
+            members = [one for one in work if one.group is group]
+            scale, original = group["clipping_scale"], rule_of.is_original(group)
+            # Joint also where this process works on none of them: the memory is the whole group's.
+            if scale is None or not (members if joint is None else group["params"]):
+                continue
+            if joint is None:
+                norm, seen = _norm(members), ok
+            else:
+                square, count = joint[2 * place : 2 * place + 2]
+                norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
+            # The first parameter's copy is what counts; one on a device without work falls behind.
+            copies = [self.state[group["params"][0]], *(one.batch.states[0] for one in members)]
+            own = {name: copies[0][name] for name in CLIPPING}
+            if isinstance(norm, Tensor):
+                norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
+            else:
+                own = {name: value.numpy()[()] for name, value in own.items()}
+                seen = members[0].batch.column(seen)
+            *memory, step = own.values()
+            known, factor = clipping.clip(
+                clipping.Clipping(*memory), norm, step, seen, scale=scale, original=original
+            )
+            for one in members:
+                one.clip = factor
+            values = [*known, step + seen]
+            # One on each device.
+            for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
+                for name, value in zip(own, values, strict=True):
+                    state[name].copy_(tensor_of(value))
 
     def _diagnose(
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
@@ -186,6 +221,7 @@ class ScaledAdamStep:
     """A step of one batch of parameters, all of one element or none."""
 
     sums: Sequence[Any]  # over all shards, each with shape `(tensors)`, once they are known
+    clip: Any = None  # the group's factor on the gradients, if it has one
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group = batch, batch.group
@@ -196,14 +232,10 @@ class ScaledAdamStep:
         # weights of a frozen parameter are not read: its step stays zero.
         needed = (self.step == 0) | (self.step % self.period == self.period - 1)
         self.needed = needed & batch.in_step & (not self.is_scalar)
+        # Products of shards join the collective of every step.
+        self.asked = batch.in_step if batch.sharded and not self.is_scalar else self.needed
         # Whether any size may be taken or learned in this step.
         self.is_sized = not self.is_scalar and may_hold(self.needed)
-
-    def local_sums(self) -> Any:
-        """This process's part of the sums."""
-        # Products of shards join the collective of every step.
-        every_step = self.batch.sharded and not self.is_scalar
-        return rule_of.sums(self.batch, (self.batch.in_step if every_step else self.needed,))
 
     def finite(self, sums: Any) -> Any:
         """Whether sums can be used, with shape ``(tensors)``.
@@ -228,10 +260,10 @@ class ScaledAdamStep:
             return squares * scale**2
         return squares * cast(self.batch.columns["param_rms"], squares.dtype) ** 2
 
-    def apply(self, clip: Any) -> None:
-        """Moves states and weights; ``clip`` is the group's factor, None where it has none."""
+    def apply(self) -> None:
+        """Moves states and weights."""
         batch, group, lr, sign = self.batch, self.group, self.batch.lr, self.batch.sign
-        scale = sign if clip is None else sign * batch.number(clip)
+        scale = sign if self.clip is None else sign * batch.number(self.clip)
         # In 2022 the clipped gradient reached the sizes only, and bounds came before the update.
         clip = sign if self.is_original else scale
         bound = group["scalar_max"] if self.is_scalar else torch.inf
@@ -264,57 +296,13 @@ class ScaledAdamStep:
         batch.store("step", self.step + batch.taken)
 
 
-def clip_factors(
-    work: Sequence[ScaledAdamStep],
-    groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Tensor, Any],
-    ok: Tensor,
-    joint: Tensor | None,
-) -> dict[int, Tensor]:
-    """Clipping factors of groups, with shape ``()``, by the identity of the group.
-
-    ``joint`` has each group's squared norm and the number of its parameters that are worked on,
-    with shape ``(2 * groups)``, where all processes had to agree on them.
-    """
-    factors: dict[int, Tensor] = {}
-    for place, group in enumerate(groups):
-        members = [one for one in work if one.group is group]
-        scale, original = group["clipping_scale"], rule_of.is_original(group)
-        # Joint also where this process works on none of them: the memory is the whole group's.
-        if scale is None or not (members if joint is None else group["params"]):
-            continue
-        if joint is None:
-            norm, seen = _norm(members), ok
-        else:
-            square, count = joint[2 * place : 2 * place + 2]
-            norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
-        # The first parameter's copy is what counts; one on a device without work falls behind.
-        copies = [states[group["params"][0]], *(one.batch.states[0] for one in members)]
-        own = {name: copies[0][name] for name in (*CLIPPING, CLOCK)}
-        if isinstance(norm, Tensor):
-            norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
-        else:
-            own = {name: value.numpy()[()] for name, value in own.items()}
-            seen = members[0].batch.column(seen)
-        *memory, step = own.values()
-        known, factors[id(group)] = clipping.clip(
-            clipping.Clipping(*memory), norm, step, seen, scale=scale, original=original
-        )
-        values = [*known, step + seen]
-        # One on each device.
-        for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
-            for name, value in zip(own, values, strict=True):
-                state[name].copy_(tensor_of(value))
-    return factors
-
-
 def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     """Norm of a group's scaled gradients, with shape ``()``."""
     batches, device = [one.batch for one in members], members[0].batch.device
-    terms = members[0].norm_terms(members[0].sums[0])
-    if len(members) > 1:
+    terms, *others = (one.norm_terms(one.sums[0]) for one in members)
+    if others:
         # In the group's order: that of the batches may differ from process to process.
-        parts = [tensor_of(one.norm_terms(one.sums[0])).to(device) for one in members]
+        parts = [tensor_of(some).to(device) for some in (terms, *others)]
         places = torch.cat([batch.index.to(device) for batch in batches])
         terms = torch.cat(parts)[places.argsort()]
     shapes = []

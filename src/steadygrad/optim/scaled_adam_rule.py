@@ -35,10 +35,8 @@ from steadygrad.optim import passes
 from steadygrad.optim.buckets import Bucket
 from steadygrad.optim.passes import Pass, cast, clamp, inverse, library_of, root, where
 
-# The second moment is corrected until its correction is this close to one.
-CORRECTED_BELOW = 0.99
-# How far one size step may go in the current recipe, as a fraction of the size.
-LARGEST_SIZE_STEP = 0.1
+CORRECTED_BELOW = 0.99  # the second moment is corrected until its correction is this near one
+LARGEST_SIZE_STEP = 0.1  # in the current recipe, as a fraction of the size
 
 
 Options = Mapping[str, Any]
@@ -151,7 +149,7 @@ def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
 
 
 def _update(
-    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool
+    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool = False
 ) -> Tensor | None:
     products, (delta, v) = None if known else bucket.products()[None], bucket.moments
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
@@ -167,34 +165,29 @@ def _update(
     d = passes.roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
     g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
-    _add_size_step(g.mul_(along_g), bucket, along_p)
-    delta.mul_(decay1).add_(g)
-    del g
+    g.mul_(along_g)
     p = bucket.weights
-    if options.before < torch.inf:
-        _bound_(p, taken, options.before)
+    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
+    # weight with no axis would not bring about.
+    own = p.to(bucket.dtype, copy=True).masked_fill_(along_p == 0, 0.0)
+    if bucket.is_exact:
+        g.add_(own.mul_(along_p))
+    else:
+        g.addcmul_(own, along_p)
+    delta.mul_(decay1).add_(g)
+    del g, own
+    _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
     p.add_(delta * taken)
-    if options.after < torch.inf:
-        _bound_(p, taken, options.after)
+    _bound_(p, taken, options.after)
     bucket.keep_moments(by.taken)
     bucket.keep_weights()
     return products
 
 
-def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
-    """Adds the weights, times the size step."""
-    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
-    # weight with no axis would not bring about.
-    own = bucket.weights.to(bucket.dtype, copy=True).masked_fill_(factor == 0, 0.0)
-    if bucket.is_exact:
-        move.add_(own.mul_(factor))
-    else:
-        move.addcmul_(own, factor)
-
-
 def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:
-    weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
+    if bound < torch.inf:
+        weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
 
 
 _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops", "kernels"))
@@ -204,10 +197,6 @@ sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel", kernel=f"{_KERNELS}sums", columns=
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
 # :math:`p \cdot g` with the weights before the update; the second has none, as they are known.
 update = Pass(
-    partial(_update, known=False),
-    1,
-    f"{_LOOPS}update_kernel",
-    kernel=f"{_KERNELS}update",
-    columns=len(StepScales._fields),
+    _update, 1, f"{_LOOPS}update_kernel", (), f"{_KERNELS}update", len(StepScales._fields)
 )
 update_by_known = Pass(partial(_update, known=True))
