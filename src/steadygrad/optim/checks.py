@@ -10,8 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_number, shown
 
-# Types of parameters.
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of parameters
 
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

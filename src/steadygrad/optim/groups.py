@@ -2,11 +2,10 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,12 +13,10 @@ from steadygrad._checks import InputError, check_number
 from steadygrad._names import plain_name
 
 Options = Mapping[str, Any]
-
 _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A parameter and its names."""
 
     name: str
@@ -51,13 +48,11 @@ def param_groups(
       pattern's value holds.
     - **``lr_mult`` and ``wd_mult``** multiply the parameter's learning rate and weight decay: what
       a pattern says, else the arguments ``lr`` and ``weight_decay``. They do not multiply each
-      other. The groups hold the products; schedules scale them as they do any group's learning
-      rate.
+      other. The groups hold the products, which schedules scale.
     - **Tied parameters** come once, under their first name. **Frozen** ones (``requires_grad`` is
       false now) are left out: add them with ``add_param_group`` when you thaw them.
-    - **Wrappers**: patterns need not know of ``module.`` (DDP), ``_orig_mod.`` (torch.compile) and
-      the like; both names, with and without, are tried. The groups keep the names that
-      ``named_parameters()`` gives.
+    - **Wrappers**: names are tried with and without ``module.`` (DDP), ``_orig_mod.``
+      (torch.compile) and the like. The groups keep the names that ``named_parameters()`` gives.
 
     Args:
         model: A module, or named parameters.

@@ -27,10 +27,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
     _fields: Mapping[str, StateField] = {**ADAM_FIELDS, **scales_of("exp_avg", "exp_avg_sq")}
     _passes: rule_of.LayerwisePasses
     _directions: Pass
-    # Names in reports of the ratios to each direction's norm.
-    _ratios: tuple[str, ...] = ("trust_ratio",)
-    # Whether each gradient is divided by its norm.
-    _normalizes = False
+    _ratios: tuple[str, ...] = ("trust_ratio",)  # to each direction's norm, by names in reports
+    _normalizes = False  # whether each gradient is divided by its norm
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -42,9 +40,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
             )
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        high = _upper_bound(group)
+        high = math.inf
         if group["upper_bound"] is not None:
-            check_number("upper_bound", high, low=0)
+            high = check_number("upper_bound", group["upper_bound"], low=0)
         check_number("lower_bound", group["lower_bound"] or 0.0, low=0, high=high)
         for name in ("clip_value", "max_grad_norm"):
             if group.get(name) is not None:
@@ -114,7 +112,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
             group, (beta1, beta2) = batch.group, batch.group["betas"]
             clip_value = group.get("clip_value") or math.inf
             moments = beta1, beta2, group["eps"], group["weight_decay"], clip_value
-            bounds = group["lower_bound"] or 0.0, _upper_bound(group)
+            low, high = group["lower_bound"] or 0.0, group["upper_bound"]
+            bounds = low, math.inf if high is None else high
             options = rule_of.Options(*moments, batch.lr, *bounds, group.get("adapt", True))
             by = rule_of.factors(scale, batch.steps, batch.taken, options)
             work.append((batch, by, options))
@@ -242,7 +241,3 @@ class LAMB(LayerwiseOptimizer):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, options_of(locals()))
-
-
-def _upper_bound(group: Mapping[str, Any]) -> float:
-    return math.inf if group["upper_bound"] is None else group["upper_bound"]

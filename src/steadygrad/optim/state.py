@@ -7,6 +7,7 @@ would lose what it is there for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -159,8 +160,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     _fields: Mapping[str, StateField]
     _load_remedy = "load what this optimizer's state_dict() returned"
-    # Number of decays in the option `betas`.
-    _betas = 2
+    _betas = 2  # decays in the option `betas`
 
     def _check_group(self, group: Options) -> None:
         check_options(group, self._betas)
@@ -297,10 +297,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             mesh = getattr(value, "device_mesh", None)
             like = parameter if field.elementwise or field.scales else None
             if mesh not in (None, getattr(like, "device_mesh", None)):
-                raise InputError(
-                    f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
-                    f"Found a DTensor on {mesh}. Remedy: value.full_tensor()."
-                )
+                wanted = "that is whole, by full_tensor(), or on the mesh of its parameter"
+                raise damaged(name, wanted, f"a DTensor on {mesh}")
         self._bring_into_form(parameter, group, state)
 
 
@@ -332,10 +330,8 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
 
 def _check_order(groups: Sequence[Options], saved: Sequence[Options]) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
-    names, others = (
-        [name for group in some for name in group.get("param_names") or ()]
-        for some in (groups, saved)
-    )
+    given = ([group.get("param_names") or () for group in some] for some in (groups, saved))
+    names, others = ([*chain(*some)] for some in given)
     for name, other in zip(names, others, strict=False):
         if name != other and sorted(names) == sorted(others):
             raise InputError(
