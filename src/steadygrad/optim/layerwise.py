@@ -110,11 +110,17 @@ class LayerwiseOptimizer(ShardedOptimizer):
         work, scales = [], self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
             group, (beta1, beta2) = batch.group, batch.group["betas"]
-            clip_value = group.get("clip_value") or math.inf
-            moments = beta1, beta2, group["eps"], group["weight_decay"], clip_value
-            low, high = group["lower_bound"] or 0.0, group["upper_bound"]
-            bounds = low, math.inf if high is None else high
-            options = rule_of.Options(*moments, batch.lr, *bounds, group.get("adapt", True))
+            options = rule_of.Options(
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+                group.get("clip_value") or math.inf,
+                batch.lr,
+                group["lower_bound"] or 0.0,
+                math.inf if group["upper_bound"] is None else group["upper_bound"],
+                group.get("adapt", True),
+            )
             by = rule_of.factors(scale, batch.steps, batch.taken, options)
             work.append((batch, by, options))
         return work

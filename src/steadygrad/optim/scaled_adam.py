@@ -205,7 +205,10 @@ class ScaledAdam(ShardedOptimizer):
             # One on each device.
             for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
                 for name, value in zip(own, values, strict=True):
-                    state[name].copy_(tensor_of(value))
+                    if isinstance(value, Tensor):
+                        state[name].copy_(value)
+                    else:
+                        state[name].numpy()[...] = value
 
     def _diagnose(
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]

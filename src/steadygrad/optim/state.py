@@ -172,14 +172,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _field(self, name: str) -> StateField:
         return self._fields.get(name) or StateField(elementwise=name == MASTER)
 
-    def _dtype_of(
-        self, name: str, parameter: Tensor, group: Options, is_coded: bool
-    ) -> torch.dtype:
+    def _dtype_of(self, name: str, p: Tensor, group: Options, is_coded: bool) -> torch.dtype:
         """Type of a state in memory, which is a code's if it is a moment in eight bits."""
         if is_coded and name + codes.EXPONENTS in self._fields:
             return torch.uint8
-        dtype = self._field(name).dtype or self._state_dtype(parameter, group)
-        return exact(parameter.device) if dtype is torch.float64 else dtype
+        dtype = self._field(name).dtype or self._state_dtype(p, group)
+        return exact(p.device) if dtype is torch.float64 else dtype
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
         """A parameter's state before its first step, masters aside."""
@@ -318,8 +316,7 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
             fits &= isinstance(names, list) and [*map(type, names)] == [str] * len(group["params"])
         fits &= all(isinstance(each, Mapping) for each in [*groups, *states])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
-        # The last two are tensors'.
-        fits = False
+        fits = False  # the last two errors are tensors'
     if not fits:
         raise InputError(
             "Expected a `state_dict` with param_groups, which list their parameters by keys, with "
