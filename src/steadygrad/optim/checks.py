@@ -10,8 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad._checks import InputError, check_choice, check_number, shown
 
-# Types of parameters.
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of parameters
 
 
 def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,9 +114,7 @@ def check_parameter(parameter: Tensor, name: str = "") -> None:
         remedy = "parameter.float(), or leave it out of the optimizer"
     elif parameter.layout != torch.strided:
         remedy = "parameter.to_dense()"
-    elif any(
-        n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
+    elif any(n > 1 and not s for n, s in zip(parameter.shape, parameter.stride(), strict=True)):
         remedy = "parameter.clone(), as elements share memory here"
     if remedy:
         raise InputError(

@@ -52,7 +52,7 @@ def total_norm(terms: Any, shapes: Sequence[tuple[Any, ...]]) -> Any:
 def clip(
     known: Clipping, norm: Any, step: Any, ok: Any, *, scale: float, original: bool
 ) -> tuple[Clipping, Any]:
-    """Remembers this step's norm and returns the factor on the gradients.
+    """The memory with this step's norm, and the factor on the gradients.
 
     ``step`` counts the steps before this one, of which the first is never clipped; ``scale`` is the
     threshold over the median; in the ``original`` there is none before a whole period is over.
@@ -64,8 +64,7 @@ def clip(
     seen = place & taken & (norm < torch.inf)
     norms = where(seen, norm, known.norms)
     threshold, clipped = known.threshold, known.clipped
-    early = [n for n in EARLY if n < period and not original]
-    due = step % period == 0
+    early, due = [n for n in EARLY if n < period and not original], step % period == 0
     for n in early:
         due = due | (step == n)
     due = due & taken

@@ -27,12 +27,9 @@ from torch.nn.functional import pad
 from steadygrad.shards import first_row
 
 BLOCK = 256  # elements
-# Smaller parameters keep float32: they take no memory worth saving.
-LEAST = 4096
-# So do those of short rows, each of which would have scales of its own.
-SHORTEST = 32
-# Multipliers of the step and of the parameter's place.
-STEP, PLACE = 0x85EBCA77, 0xC2B2AE3D
+LEAST = 4096  # smaller parameters keep float32: they take no memory worth saving
+SHORTEST = 32  # so do those of shorter rows, each of which would have scales of its own
+STEP, PLACE = 0x85EBCA77, 0xC2B2AE3D  # multipliers of the step and of the parameter's place
 _MIX = 0x45D9F3B  # less than 2**31, so that no product passes 63 bits
 _MASK = 0xFFFFFFFF
 DIGITS = 20  # of float32's 23, which are rounded away

@@ -54,7 +54,7 @@ def bad_elements(batch: ParamBatch) -> Tensor:
 
 
 class Report:
-    """Gathers the numbers of the group at a place, and names ``top`` parameters in each list."""
+    """Numbers of the group at a place, with the names of ``top`` parameters in each list."""
 
     def __init__(
         self, index: int, group: Mapping[str, Any], states: Mapping[Tensor, Any], top: int

@@ -2,24 +2,21 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_number, check_type
+from steadygrad._checks import InputError, check_number
 from steadygrad._names import plain_name
 
 Options = Mapping[str, Any]
-
 _MULTIPLIERS = {"lr_mult": "lr", "wd_mult": "weight_decay"}
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A parameter and its names."""
 
     name: str
@@ -40,7 +37,7 @@ def param_groups(
     weight_decay: float | None = None,
     strict: bool = True,
 ) -> list[dict[str, Any]]:
-    """Builds an optimizer's groups from patterns on parameter names.
+    """An optimizer's groups, from patterns on parameter names.
 
     ``optimizer = LANS(param_groups(model, {"*.bias": {"weight_decay": 0.0}}), lr=5e-3)``
 
@@ -51,13 +48,11 @@ def param_groups(
       pattern's value holds.
     - **``lr_mult`` and ``wd_mult``** multiply the parameter's learning rate and weight decay: what
       a pattern says, else the arguments ``lr`` and ``weight_decay``. They do not multiply each
-      other. The groups hold the products; schedules scale them as they do any group's learning
-      rate.
+      other. The groups hold the products, which schedules scale.
     - **Tied parameters** come once, under their first name. **Frozen** ones (``requires_grad`` is
       false now) are left out: add them with ``add_param_group`` when you thaw them.
-    - **Wrappers**: patterns need not know of ``module.`` (DDP), ``_orig_mod.`` (torch.compile) and
-      the like; both names, with and without, are tried. The groups keep the names that
-      ``named_parameters()`` gives.
+    - **Wrappers**: names are tried with and without ``module.`` (DDP), ``_orig_mod.``
+      (torch.compile) and the like. The groups keep the names that ``named_parameters()`` gives.
 
     Args:
         model: A module, or named parameters.
@@ -71,16 +66,13 @@ def param_groups(
         Groups of named parameters, as every torch optimizer takes them: one for each different set
         of options, in the order of their first parameters.
     """
-    named = _named_parameters(model)
-    remedy = '{"*.bias": {"weight_decay": 0.0}}'
-    options = check_type("options", options or {}, Mapping, remedy)  # type: ignore[type-abstract]
+    named, options = _named_parameters(model), options or {}
     for pattern, wanted in options.items():
         # torch's groups hold these beside options.
         if not isinstance(wanted, Mapping) or {"params", "param_names"} & {*wanted}:
             raise InputError(
-                f"Expected a mapping from names of options to values for the pattern {pattern!r}, "
-                f"without params and param_names. Found {wanted!r}. "
-                'Remedy: {"weight_decay": 0.0}.'
+                f"Expected options by name, without params and param_names, for {pattern!r}. "
+                f"Found {wanted!r}. Remedy: {{'weight_decay': 0.0}}."
             )
         for name in {*_MULTIPLIERS} & {*wanted}:
             check_number(name, wanted[name], low=0)

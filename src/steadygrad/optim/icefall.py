@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadygrad._checks import InputError
 from steadygrad.optim.state import StateField, as_tensor, check_outline, damaged
 
 
@@ -13,7 +12,7 @@ def unstack(
     groups: Sequence[Mapping[str, Any]],
     fields: Mapping[str, StateField],
 ) -> list[dict[str, Any]]:
-    """Gives every parameter its part of the stacks.
+    """Each parameter's part of the stacks.
 
     icefall stacks parameters of one type and shape and keeps their state at the first of them; a
     group's clipping lies at the first parameter of the first stack. The groups are this
@@ -23,10 +22,7 @@ def unstack(
     saved = checkpoint["param_groups"]
     sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != own:
-        raise InputError(
-            f"Expected groups of {own} parameters. Found {sizes} in the checkpoint. Remedy: build "
-            "the optimizer from the parameters that icefall's was built from, in the same order."
-        )
+        raise damaged("param_groups", f"of {own} parameters", sizes)
     found = []
     for old, new in zip(saved, groups, strict=True):
         found += _unstack_group(checkpoint["state"], old["params"], new, fields)
@@ -47,11 +43,7 @@ def _unstack_group(
         first, like = indices[members[0]], params[members[0]]
         stack, shape = state.get(first, {}), (len(members), *like.shape)
         if (delta := getattr(stack.get("delta"), "shape", None)) != shape:
-            raise InputError(
-                f"Expected a `delta` of shape {shape} at parameter {first} of the checkpoint. "
-                f"Found {delta and tuple(delta)}. Remedy: a checkpoint of icefall's ScaledAdam for "
-                "this very model, with its parameters in the order that the optimizer got them in."
-            )
+            raise damaged("delta", f"of shape {shape} at parameter {first}", delta and tuple(delta))
         for name in set(stack) & set(fields):
             field, value = fields[name], as_tensor(name, stack[name], like)
             axis = 1 if field.length else 0

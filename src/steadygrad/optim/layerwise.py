@@ -27,10 +27,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
     _fields: Mapping[str, StateField] = {**ADAM_FIELDS, **scales_of("exp_avg", "exp_avg_sq")}
     _passes: rule_of.LayerwisePasses
     _directions: Pass
-    # Names in reports of the ratios to each direction's norm.
-    _ratios: tuple[str, ...] = ("trust_ratio",)
-    # Whether each gradient is divided by its norm.
-    _normalizes = False
+    _ratios: tuple[str, ...] = ("trust_ratio",)  # to each direction's norm, by names in reports
+    _normalizes = False  # whether each gradient is divided by its norm
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -42,9 +40,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
             )
         check_number("eps", group["eps"], low=0, low_open=True)
         check_number("weight_decay", group["weight_decay"], low=0)
-        high = _upper_bound(group)
+        high = math.inf
         if group["upper_bound"] is not None:
-            check_number("upper_bound", high, low=0)
+            high = check_number("upper_bound", group["upper_bound"], low=0)
         check_number("lower_bound", group["lower_bound"] or 0.0, low=0, high=high)
         for name in ("clip_value", "max_grad_norm"):
             if group.get(name) is not None:
@@ -61,10 +59,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
         if self._normalizes:
             pairs = zip(batches, norms, strict=True)
             return [b.sign * rule_of.inverse_norms(sums[0]) for b, sums in pairs]
-        scales: list[Any] = [b.sign for b in batches]
         bounds = [b.group["max_grad_norm"] for b in batches]
         if bounds.count(None) == len(bounds):
-            return scales
+            return [b.sign for b in batches]
         # Divided first: each of them may be finite and their sum not.
         count, device = len(self._params), batches[0].device
         parts = [
@@ -73,8 +70,8 @@ class LayerwiseOptimizer(ShardedOptimizer):
         ]
         norm = torch.stack(parts).sum().sqrt() * count**0.5 if joint is None else joint[0].sqrt()
         return [
-            scale if bound is None else scale / b.number((norm / bound).clip(1.0))
-            for b, scale, bound in zip(batches, scales, bounds, strict=True)
+            b.sign if bound is None else b.sign / b.number((norm / bound).clip(1.0))
+            for b, bound in zip(batches, bounds, strict=True)
         ]
 
     def _needed(self, device: torch.device) -> Sequence[Pass]:
@@ -86,23 +83,18 @@ class LayerwiseOptimizer(ShardedOptimizer):
         sums = [self._passes.grad_sq_norms(batch) for batch in batches]
         pairs = [*zip(batches, sums, strict=True)]
         norms, ok, joint = self._first_sums(
-            batches,
-            sums,
-            terms=lambda: [(0, tensor_of(cast(own[0], batch.exact))) for batch, own in pairs],
+            batches, sums, terms=lambda: [(0, tensor_of(cast(s[0], b.exact))) for b, s in pairs]
         )
         for batch in batches:
             batch.store("step", batch.columns["step"] + batch.taken)
-        work = self._work(batches, norms, joint)
-        if self._is_alone:
-            both, left = self._passes.move_in_waves, []
-            for one in work:
-                if one[0].tables and both.place(one[0].device):
-                    both(*one)
-                else:
-                    left.append(one)
-            work = left
-        totals = self._directions_of(work, self._passes.move_moments)
-        for (batch, by, options), directions in zip(work, totals, strict=True):
+        is_alone, both, left = self._is_alone, self._passes.move_in_waves, []
+        for one in self._work(batches, norms, joint):
+            if is_alone and one[0].tables and both.place(one[0].device):
+                both(*one)
+            else:
+                left.append(one)
+        totals = self._directions_of(left, self._passes.move_moments)
+        for (batch, by, options), directions in zip(left, totals, strict=True):
             along = rule_of.coefficients(directions, by, options)
             self._passes.move_weights(batch, along, options)
         return ok
@@ -115,8 +107,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
     def _work(
         self, batches: Sequence[ParamBatch], norms: Sequence[Tensor], joint: Tensor | None
     ) -> list[Work]:
-        work = []
-        scales = self._gradient_scales(batches, norms, joint)
+        work, scales = [], self._gradient_scales(batches, norms, joint)
         for batch, scale in zip(batches, scales, strict=True):
             group, (beta1, beta2) = batch.group, batch.group["betas"]
             options = rule_of.Options(
@@ -127,7 +118,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
                 group.get("clip_value") or math.inf,
                 batch.lr,
                 group["lower_bound"] or 0.0,
-                _upper_bound(group),
+                math.inf if group["upper_bound"] is None else group["upper_bound"],
                 group.get("adapt", True),
             )
             by = rule_of.factors(scale, batch.steps, batch.taken, options)
@@ -256,7 +247,3 @@ class LAMB(LayerwiseOptimizer):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, options_of(locals()))
-
-
-def _upper_bound(group: Mapping[str, Any]) -> float:
-    return math.inf if group["upper_bound"] is None else group["upper_bound"]

@@ -21,26 +21,16 @@ from steadygrad.optim.icefall import unstack
 from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
 from steadygrad.optim.state import COUNT, SHARED_COUNT, StateField, scales_of
 
-RECIPES = ("zipformer", "stateless7")
-# Options of a group that the rule needs, in its order.
-_SIZE_OPTIONS = ("scalar_lr_scale", "param_min_rms", "param_max_rms", "scalar_max")
-_RULE = ("betas", "eps", *_SIZE_OPTIONS, "size_update_period")
-# Small states that parameters of more than one element have.
-SIZES = {
-    "param_rms": StateField(low=0.0, sized_only=True),
-    "scale_exp_avg_sq": StateField(low=0.0, sized_only=True),
-    "scale_grads": StateField(length="size_update_period", sized_only=True),
-}
-# Those of a group's clipping; the threshold is infinite before there is one.
-CLIPPING = {
-    "model_norms": replace(SHARED_COUNT, length="clipping_update_period"),
-    "model_norm_threshold": StateField(
-        dtype=torch.float64, low=0.0, high=torch.inf, initial=torch.inf, shared=True
-    ),
-    "num_clipped": SHARED_COUNT,
-}
 # Steps that a group's clipping has seen: those of a parameter stand still where it is frozen.
 CLOCK = "clipping_step"
+# States of a group's clipping; the threshold is infinite before there is one.
+_THRESHOLD = replace(SHARED_COUNT, dtype=torch.float64, high=torch.inf, initial=torch.inf)
+CLIPPING = {
+    "model_norms": replace(SHARED_COUNT, length="clipping_update_period"),
+    "model_norm_threshold": _THRESHOLD,
+    "num_clipped": SHARED_COUNT,
+    CLOCK: SHARED_COUNT,
+}
 
 
 class ScaledAdam(ShardedOptimizer):
@@ -85,10 +75,11 @@ class ScaledAdam(ShardedOptimizer):
         "delta": StateField(elementwise=True),
         "exp_avg_sq": StateField(elementwise=True, low=0.0),
         **scales_of("delta", "exp_avg_sq"),
-        **SIZES,
+        "param_rms": StateField(low=0.0, sized_only=True),
+        "scale_exp_avg_sq": StateField(low=0.0, sized_only=True),
+        "scale_grads": StateField(length="size_update_period", sized_only=True),
         "skipped": SHARED_COUNT,
         **CLIPPING,
-        CLOCK: SHARED_COUNT,
     }
 
     def __init__(
@@ -117,7 +108,7 @@ class ScaledAdam(ShardedOptimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
-        check_choice("recipe", group["recipe"], RECIPES)
+        check_choice("recipe", group["recipe"], ("zipformer", "stateless7"))
         for name in ("eps", "scalar_lr_scale", "param_min_rms"):
             check_number(name, group[name], low=0)
         for name in ("param_max_rms", "scalar_max"):
@@ -129,8 +120,8 @@ class ScaledAdam(ShardedOptimizer):
 
     def _state_dtype(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
         """Float32; the recipe of 2022 keeps float64 for float64 parameters."""
-        is_current = group["recipe"] == "zipformer"
-        return torch.float32 if is_current else super()._state_dtype(parameter, group)
+        is_original = rule_of.is_original(group)
+        return super()._state_dtype(parameter, group) if is_original else torch.float32
 
     def _kind(self, parameter: Tensor) -> bool:
         return parameter.numel() == 1
@@ -160,11 +151,10 @@ class ScaledAdam(ShardedOptimizer):
 
     def _update(self, batches: Sequence[ParamBatch]) -> Tensor:
         work = [ScaledAdamStep(batch) for batch in batches]
-        own = [one.local_sums() for one in work]
-        places = {id(group): place for place, group in enumerate(self.param_groups)}
+        own = [rule_of.sums(one.batch, (one.asked,)) for one in work]
 
         def terms() -> list[tuple[slice, Tensor]]:
-            found = []
+            found, places = [], {id(group): i for i, group in enumerate(self.param_groups)}
             for one, sums in zip(work, own, strict=True):
                 parts = one.norm_terms(cast(sums[0], one.batch.exact))
                 first = 2 * places[id(one.group)]
@@ -175,10 +165,50 @@ class ScaledAdam(ShardedOptimizer):
         totals, ok, joint = self._first_sums(batches, own, [u.finite for u in work], terms)
         for one, total in zip(work, totals, strict=True):
             one.sums = [*total]
-        factors = clip_factors(work, self.param_groups, self.state, ok, joint)
+        self._clip(work, ok, joint)
         for one in work:
-            one.apply(factors.get(id(one.group)))
+            one.apply()
         return ok
+
+    def _clip(self, work: Sequence["ScaledAdamStep"], ok: Tensor, joint: Tensor | None) -> None:
+        """Gives steps the clipping factors of their groups, with shape ``()``.
+
+        ``joint`` has each group's squared norm and the number of its parameters that are worked on,
+        with shape ``(2 * groups)``, where all processes had to agree on them.
+        """
+        for place, group in enumerate(self.param_groups):
+            members = [one for one in work if one.group is group]
+            scale, original = group["clipping_scale"], rule_of.is_original(group)
+            # Joint also where this process works on none of them: the memory is the whole group's.
+            if scale is None or not (members if joint is None else group["params"]):
+                continue
+            if joint is None:
+                norm, seen = _norm(members), ok
+            else:
+                square, count = joint[2 * place : 2 * place + 2]
+                norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
+            # The first parameter's copy is what counts; one on a device without work falls behind.
+            copies = [self.state[group["params"][0]], *(one.batch.states[0] for one in members)]
+            own = {name: copies[0][name] for name in CLIPPING}
+            if isinstance(norm, Tensor):
+                norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
+            else:
+                own = {name: value.numpy()[()] for name, value in own.items()}
+                seen = members[0].batch.column(seen)
+            *memory, step = own.values()
+            known, factor = clipping.clip(
+                clipping.Clipping(*memory), norm, step, seen, scale=scale, original=original
+            )
+            for one in members:
+                one.clip = factor
+            values = [*known, step + seen]
+            # One on each device.
+            for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
+                for name, value in zip(own, values, strict=True):
+                    if isinstance(value, Tensor):
+                        state[name].copy_(value)
+                    else:
+                        state[name].numpy()[...] = value
 
     def _diagnose(
         self, owners: Sequence[tuple[Report, ParamBatch]], norms: Sequence[Tensor]
@@ -193,136 +223,89 @@ class ScaledAdam(ShardedOptimizer):
 class ScaledAdamStep:
     """A step of one batch of parameters, all of one element or none."""
 
-    # Over all shards, each with shape `(tensors)`, once they are known.
-    sums: Sequence[Any]
+    sums: Sequence[Any]  # over all shards, each with shape `(tensors)`, once they are known
+    clip: Any = None  # the group's factor on the gradients, if it has one
 
     def __init__(self, batch: ParamBatch) -> None:
         self.batch, self.group = batch, batch.group
-        original = self.group["recipe"] == "stateless7"
-        self.rule = rule_of.Rule(*[batch.lr, *(self.group[name] for name in _RULE), original])
+        self.is_original = rule_of.is_original(self.group)
         self.is_scalar = "param_rms" not in batch.columns
-        self.step = batch.steps
-        # The weights of a frozen parameter are not read: its step stays zero.
-        needed = rule_of.needs_products(self.step, self.rule) & batch.in_step
-        self.needed = needed & (not self.is_scalar)
-        # Whether any size may be taken or learned in this step.
-        self.is_sized = not self.is_scalar and may_hold(needed)
-
-    def local_sums(self) -> Any:
-        """This process's part of the sums."""
+        self.step, self.period = batch.steps, self.group["size_update_period"]
+        # The first step takes the size that the weights have; a size step learns from products. The
+        # weights of a frozen parameter are not read: its step stays zero.
+        needed = (self.step == 0) | (self.step % self.period == self.period - 1)
+        self.needed = needed & batch.in_step & (not self.is_scalar)
         # Products of shards join the collective of every step.
-        every_step = self.batch.sharded and not self.is_scalar
-        return rule_of.sums(self.batch, (self.batch.in_step if every_step else self.needed,))
+        self.asked = batch.in_step if batch.sharded and not self.is_scalar else self.needed
+        # Whether any size may be taken or learned in this step.
+        self.is_sized = not self.is_scalar and may_hold(self.needed)
 
     def finite(self, sums: Any) -> Any:
-        """Whether sums can be used, with shape ``(tensors)``."""
-        return rule_of.finite(sums, self.needed, self.batch.state_dtype, self.rule.period)
+        """Whether sums can be used, with shape ``(tensors)``.
+
+        Squares of gradients of sizes are added up over a period, and must not overflow where the
+        others do not; and the state may have a type of smaller range than the weights.
+        """
+        # A sum of squares is below infinity unless it is infinite or NaN.
+        squares, products, weights = tuple(sums)
+        found = cast(squares, self.batch.state_dtype) < torch.inf
+        if not self.is_sized:
+            return found
+        # Twice the sum: that of a period is rounded.
+        squares = cast(products * products * (2 * self.period), self.batch.state_dtype)
+        return found & (((squares < torch.inf) & (weights < torch.inf)) | ~self.needed)
 
     def norm_terms(self, squares: Any) -> Any:
         """Squared norms of the scaled gradients from those of the gradients, both ``(tensors)``."""
         if self.is_scalar:
             # In 2022 the norm took no account of the smaller learning rate.
-            scale = 1.0 if self.rule.original else self.rule.scalar_lr_scale
+            scale = 1.0 if self.is_original else self.group["scalar_lr_scale"]
             return squares * scale**2
         return squares * cast(self.batch.columns["param_rms"], squares.dtype) ** 2
 
-    def apply(self, clip: Any) -> None:
-        """Moves states and weights; ``clip`` is the group's factor, None where it has none."""
-        batch, rule = self.batch, self.rule
-        sign = batch.sign
-        scale = sign if clip is None else sign * batch.number(clip)
-        known, factors, products, update = None, None, self.sums[1], rule_of.update
+    def apply(self) -> None:
+        """Moves states and weights."""
+        batch, group, lr, sign = self.batch, self.group, self.batch.lr, self.batch.sign
+        scale = sign if self.clip is None else sign * batch.number(self.clip)
+        # In 2022 the clipped gradient reached the sizes only, and bounds came before the update.
+        clip = sign if self.is_original else scale
+        bound = group["scalar_max"] if self.is_scalar else torch.inf
+        before, after = (bound, torch.inf) if self.is_original else (torch.inf, bound)
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        options = rule_of.UpdateOptions(beta1, beta2, eps, before, after)
+        factors, update = None, rule_of.update
         if not self.is_scalar:
-            known = rule_of.Sizes(*(batch.columns[name] for name in SIZES))
-            move = library_of(known.rms).zeros_like(known.rms)
+            rms, kept = batch.columns["param_rms"], batch.columns["scale_grads"]
+            move = library_of(rms).zeros_like(rms)
             if self.is_sized or batch.sharded:
-                ring = self._remembered(known, products * scale)
+                ring = rule_of.remembered(kept, self.sums[1] * scale, self.step, batch.taken)
+                # Loops take products along, whether they are needed or not.
+                update = rule_of.update if batch.tables else rule_of.update_by_known
             if self.is_sized:
                 rms = cast(root(self.sums[2] / batch.numel), batch.state_dtype)
-                known, move = rule_of.size_step(known, ring, rms, self.step, batch.taken, rule)
-            factors = known.rms, move
-            # Loops take products along, whether they are needed or not.
-            if not batch.tables and (batch.sharded or self.is_sized):
-                update = rule_of.update_by_known
-        # In 2022 the clipped gradient reached the sizes only.
-        clip = sign if rule.original else scale
-        by = rule_of.step_scales(self.step, factors, clip, batch.taken, rule)
-        found = update(batch, by, rule.update_options(is_scalar=self.is_scalar))
-        batch.store("step", self.step + batch.taken)
-        if known is not None:
+                given = batch.columns, ring, rms, self.step, batch.taken, lr, group
+                rms, mean_square, move = rule_of.size_step(*given)
+            factors = rms, move
+        by = rule_of.step_scales(self.step, factors, clip, batch.taken, lr, group)
+        found = update(batch, by, options)
+        if not self.is_scalar:
             if found is not None and not batch.sharded:
-                products = where(self.needed, products, found[0])
-                ring = self._remembered(known, products * scale)
+                products = where(self.needed, self.sums[1], found[0])
+                ring = rule_of.remembered(kept, products * scale, self.step, batch.taken)
             batch.store("scale_grads", ring)
             if self.is_sized:
-                batch.store("param_rms", known.rms)
-                batch.store("scale_exp_avg_sq", known.mean_square)
-
-    def _remembered(self, known: rule_of.Sizes, size_gradient: Any) -> Any:
-        size_gradient = cast(size_gradient, self.batch.state_dtype)
-        return rule_of.remembered(known.gradients, size_gradient, self.step, self.batch.taken)
-
-
-def clip_factors(
-    work: Sequence[ScaledAdamStep],
-    groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Tensor, Any],
-    ok: Tensor,
-    joint: Tensor | None,
-) -> dict[int, Tensor]:
-    """Clipping factors of groups, with shape ``()``, by the identity of the group.
-
-    ``joint`` has each group's squared norm and the number of its parameters that are worked on,
-    with shape ``(2 * groups)``, where all processes had to agree on them.
-    """
-    factors: dict[int, Tensor] = {}
-    for place, group in enumerate(groups):
-        if group["clipping_scale"] is None or not group["params"]:
-            continue
-        members = [step for step in work if step.group is group]
-        if joint is not None:
-            # Also where this process works on none of them: the memory is the whole group's.
-            square, count = joint[2 * place : 2 * place + 2]
-            norm, seen = square.sqrt(), ok & (count > 0).to(ok.device)
-        elif members:
-            norm, seen = _norm(members), ok
-        else:
-            continue
-        # The first parameter's copy is what counts; one on a device without work falls behind.
-        copies = [states[group["params"][0]], *(step.batch.states[0] for step in members)]
-        own = {name: copies[0][name] for name in (*CLIPPING, CLOCK)}
-        if isinstance(norm, Tensor):
-            norm, seen = norm.to(own[CLOCK].device), tensor_of(seen).to(own[CLOCK].device)
-        else:
-            own = {name: value.numpy()[()] for name, value in own.items()}
-            seen = members[0].batch.column(seen)
-        known, factor = clipping.clip(
-            clipping.Clipping(*(own[name] for name in CLIPPING)),
-            norm,
-            own[CLOCK],
-            seen,
-            scale=group["clipping_scale"],
-            original=group["recipe"] == "stateless7",
-        )
-        factors[id(group)] = factor
-        values = [*known, own[CLOCK] + seen]
-        # One on each device.
-        for state in {copy[CLOCK].device: copy for copy in reversed(copies)}.values():
-            for name, value in zip(own, values, strict=True):
-                if isinstance(value, Tensor):
-                    state[name].copy_(value)
-                else:
-                    state[name].numpy()[...] = value
-    return factors
+                batch.store("param_rms", rms)
+                batch.store("scale_exp_avg_sq", mean_square)
+        batch.store("step", self.step + batch.taken)
 
 
 def _norm(members: Sequence[ScaledAdamStep]) -> Any:
     """Norm of a group's scaled gradients, with shape ``()``."""
     batches, device = [one.batch for one in members], members[0].batch.device
-    terms = members[0].norm_terms(members[0].sums[0])
-    if len(members) > 1:
+    terms, *others = (one.norm_terms(one.sums[0]) for one in members)
+    if others:
         # In the group's order: that of the batches may differ from process to process.
-        parts = [tensor_of(one.norm_terms(one.sums[0])).to(device) for one in members]
+        parts = [tensor_of(some).to(device) for some in (terms, *others)]
         places = torch.cat([batch.index.to(device) for batch in batches])
         terms = torch.cat(parts)[places.argsort()]
     shapes = []

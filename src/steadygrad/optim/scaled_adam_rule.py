@@ -23,7 +23,7 @@ weights. They are needed before the update at size steps only; elsewhere the upd
 along.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,47 +31,15 @@ import torch
 from torch import Tensor
 
 from steadygrad.numerics import may_hold, square_sums
+from steadygrad.optim import passes
 from steadygrad.optim.buckets import Bucket
-from steadygrad.optim.passes import (
-    Pass,
-    add_squares,
-    cast,
-    clamp,
-    counted,
-    decays_of,
-    inverse,
-    library_of,
-    root,
-    roots,
-    rounded_root,
-    where,
-)
+from steadygrad.optim.passes import Pass, cast, clamp, inverse, library_of, root, where
 
-# The second moment is corrected until its correction is this close to one.
-CORRECTED_BELOW = 0.99
-# How far one size step may go in the current recipe, as a fraction of the size.
-LARGEST_SIZE_STEP = 0.1
+CORRECTED_BELOW = 0.99  # the second moment is corrected until its correction is this near one
+LARGEST_SIZE_STEP = 0.1  # in the current recipe, as a fraction of the size
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A group's numbers, by the names of the equations."""
-
-    lr: float | Tensor
-    betas: tuple[float, float]
-    eps: float
-    scalar_lr_scale: float
-    min_rms: float
-    max_rms: float
-    scalar_max: float
-    period: int
-    original: bool  # whether the rule is that of 2022, "stateless7"
-
-    def update_options(self, *, is_scalar: bool) -> "UpdateOptions":
-        """Options of the update of one-element parameters, or of all others."""
-        bound = self.scalar_max if is_scalar else torch.inf
-        before, after = (bound, torch.inf) if self.original else (torch.inf, bound)
-        return UpdateOptions(*self.betas, self.eps, before, after)
+Options = Mapping[str, Any]
 
 
 class UpdateOptions(NamedTuple):
@@ -84,28 +52,9 @@ class UpdateOptions(NamedTuple):
     after: float  # bound on weights after the update; infinite: none
 
 
-def needs_products(step: Any, rule: Rule) -> Any:
-    """Whether a step needs inner products and norms of weights before its update.
-
-    The first step takes the size that the weights have; a size step learns from products.
-    """
-    return (step == 0) | (step % rule.period == rule.period - 1)
-
-
-def finite(sums: Any, needed: Any, dtype: torch.dtype, period: int) -> Any:
-    """Whether the sums can be used, with shape ``(tensors)``.
-
-    Squares of gradients of sizes are added up over a period, and must not overflow where the others
-    do not; and the state, of type ``dtype``, may have a smaller range than the weights.
-    """
-    # A sum of squares is below infinity unless it is infinite or NaN.
-    squares, products, weights = tuple(sums)
-    found = cast(squares, dtype) < torch.inf
-    if not may_hold(needed):
-        return found
-    # Twice the sum: that of a period is rounded.
-    squares = cast(products * products * (2 * period), dtype)
-    return found & (((squares < torch.inf) & (weights < torch.inf)) | ~needed)
+def is_original(group: Options) -> bool:
+    """Whether the rule is that of 2022."""
+    return bool(group["recipe"] == "stateless7")
 
 
 class StepScales(NamedTuple):
@@ -119,38 +68,30 @@ class StepScales(NamedTuple):
 
 
 def step_scales(
-    step: Any, known: tuple[Any, Any] | None, clip: Any, taken: Any, rule: Rule
+    step: Any, known: tuple[Any, Any] | None, clip: Any, taken: Any, lr: Any, group: Options
 ) -> StepScales:
     """Factors of the update, from the steps of each parameter before this one.
 
     ``known`` is the root mean square of each and its size step, None for one-element parameters;
     ``clip`` a factor on all gradients: clipping and direction.
     """
-    remaining = 1 - rule.betas[1] ** (step + 1)
+    remaining = 1 - group["betas"][1] ** (step + 1)
     factor, one = inverse(remaining), library_of(step).ones_like(step)
     # In 2022 one-element parameters were corrected without end.
-    if known is not None or not rule.original:
+    if known is not None or not is_original(group):
         factor = where(remaining < CORRECTED_BELOW, factor, 1.0)
     if known is None:
-        lr = one * rule.scalar_lr_scale * rule.lr
+        lr = one * group["scalar_lr_scale"] * lr
         return StepScales(taken, clip * one, factor, -lr, 0.0 * one)
     rms, size = known
-    return StepScales(taken, clip * one, factor, -rule.lr * clamp(rms, rule.min_rms, None), size)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of several parameters, with the averages and gradients that they are learned from."""
-
-    rms: Any  # of each as it was last taken
-    mean_square: Any  # running, of the gradients of the log sizes
-    gradients: Any  # the last of these, with shape (tensors, period)
+    along = -lr * clamp(rms, group["param_min_rms"], None)
+    return StepScales(taken, clip * one, factor, along, size)
 
 
 def size_step(
-    sizes: Sizes, ring: Any, rms: Any, step: Any, taken: Any, rule: Rule
-) -> tuple[Sizes, Any]:
-    r"""Learns the sizes.
+    known: Mapping[str, Any], ring: Any, rms: Any, step: Any, taken: Any, lr: Any, group: Options
+) -> tuple[Any, Any, Any]:
+    r"""New sizes, the mean squares :math:`q` and size steps.
 
     .. math::
         q &\leftarrow \beta_2^P q + (1 - \beta_2^P)\, \frac{1}{P} \sum_i h_i^2 \\
@@ -159,27 +100,23 @@ def size_step(
     with :math:`h_i = p \cdot g` the gradients of the log size over the last :math:`P` steps,
     :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
 
-    ``ring`` are the last :math:`h`, this step's among them, which count at size steps only; ``rms``
-    each parameter's root mean square now, which counts at the first step too. Returns the sizes,
-    still without this step's gradients, and :math:`s`.
+    ``known`` are the columns so far; ``ring`` the last :math:`h`, this step's among them, which
+    count at size steps only; ``rms`` each parameter's root mean square now, which counts at the
+    first step too.
     """
-    turn = (step % rule.period == rule.period - 1) & taken
+    period = group["size_update_period"]
+    turn = (step % period == period - 1) & taken
     # The first step takes the size that the weights then have. With a period of one it is a size
     # step too many: nothing has been averaged yet.
     due = turn & (step > 0)
-    beta = rule.betas[1] ** rule.period
-    mean = sizes.mean_square * beta + (ring * ring).mean(1) * (1 - beta)
-    known = Sizes(
-        rms=where(turn | (taken & (step == 0)), rms, sizes.rms),
-        mean_square=where(due, mean, sizes.mean_square),
-        gradients=sizes.gradients,
-    )
-    scale = cast(root(1 - beta ** ((step + 1) // rule.period)), mean.dtype)
+    rms = where(turn | (taken & (step == 0)), rms, known["param_rms"])
+    beta, mean = group["betas"][1] ** period, known["scale_exp_avg_sq"]
+    mean = where(due, mean * beta + (ring * ring).mean(1) * (1 - beta), mean)
+    scale = cast(root(1 - beta ** ((step + 1) // period)), mean.dtype)
     # The product of a tensor and a number is rounded to the tensor's type.
-    lr = rule.lr.to(mean.dtype) if isinstance(rule.lr, Tensor) else rule.lr
-    lr = lr * rule.scalar_lr_scale
-    raw = -lr * scale * ring.sum(1) / (rounded_root(known.mean_square) + rule.eps)
-    return known, where(due, _bounded(raw, known.rms, lr, rule), 0.0)
+    lr = (lr.to(mean.dtype) if isinstance(lr, Tensor) else lr) * group["scalar_lr_scale"]
+    raw = -lr * scale * ring.sum(1) / (passes.rounded_root(mean) + group["eps"])
+    return rms, mean, where(due, _bounded(raw, rms, lr, group), 0.0)
 
 
 def remembered(ring: Any, size_gradient: Any, step: Any, taken: Any) -> Any:
@@ -188,19 +125,20 @@ def remembered(ring: Any, size_gradient: Any, step: Any, taken: Any) -> Any:
     A gradient whose square times twice the period overflows counts as zero: it came with weights
     that have grown since the last size step, which did not need it.
     """
-    period = ring.shape[1]
-    place = counted(ring) == (step % period)[:, None]
+    period, size_gradient = ring.shape[1], cast(size_gradient, ring.dtype)
+    place = passes.counted(ring) == (step % period)[:, None]
     usable = where(size_gradient * size_gradient * (2 * period) < torch.inf, size_gradient, 0.0)
     return where(place & taken[:, None], usable[:, None], ring)
 
 
-def _bounded(raw: Any, rms: Any, lr: float | Tensor, rule: Rule) -> Any:
+def _bounded(raw: Any, rms: Any, lr: float | Tensor, group: Options) -> Any:
     """A size step that makes no small parameter smaller, and no large one larger."""
-    raw = where(rms < rule.min_rms, 0.0, raw)
-    if rule.original:
-        return where(rms > rule.max_rms, library_of(raw).zeros_like(raw) - lr * rule.period, raw)
+    raw, most = where(rms < group["param_min_rms"], 0.0, raw), group["param_max_rms"]
+    if is_original(group):
+        back = library_of(raw).zeros_like(raw) - lr * group["size_update_period"]
+        return where(rms > most, back, raw)
     raw = clamp(raw, -LARGEST_SIZE_STEP, LARGEST_SIZE_STEP)
-    return library_of(raw).minimum(raw, (rule.max_rms - rms) / rms)
+    return library_of(raw).minimum(raw, (most - rms) / rms)
 
 
 def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
@@ -211,7 +149,7 @@ def _sums(bucket: Bucket, by: tuple[Tensor], options: tuple[()]) -> Tensor:
 
 
 def _update(
-    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool
+    bucket: Bucket, by: StepScales, options: UpdateOptions, *, known: bool = False
 ) -> Tensor | None:
     products, (delta, v) = None if known else bucket.products()[None], bucket.moments
     # The correction of `v` and the rest of the average go into factors: of eps, of the gradient's
@@ -221,40 +159,35 @@ def _update(
     along_p = by.weight * (1 - options.beta1)
     columns = by.taken, by.clip, options.eps / bias, along_g, along_p
     taken, clip, eps, along_g, along_p = bucket.each(v.dtype, *columns)
-    decay1, decay2 = decays_of(bucket, (options.beta1, options.beta2), taken)
+    decay1, decay2 = passes.decays_of(bucket, (options.beta1, options.beta2), taken)
     g = bucket.sanitized(taken, v.dtype).mul_(clip)
-    add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
-    d = roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
+    passes.add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
+    d = passes.roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
     g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
-    _add_size_step(g.mul_(along_g), bucket, along_p)
-    delta.mul_(decay1).add_(g)
-    del g
+    g.mul_(along_g)
     p = bucket.weights
-    if options.before < torch.inf:
-        _bound_(p, taken, options.before)
+    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
+    # weight with no axis would not bring about.
+    own = p.to(bucket.dtype, copy=True).masked_fill_(along_p == 0, 0.0)
+    if bucket.is_exact:
+        g.add_(own.mul_(along_p))
+    else:
+        g.addcmul_(own, along_p)
+    delta.mul_(decay1).add_(g)
+    del g, own
+    _bound_(p, taken, options.before)
     # Zero times an average that is finite: a step that is not taken leaves the weight as it is.
     p.add_(delta * taken)
-    if options.after < torch.inf:
-        _bound_(p, taken, options.after)
+    _bound_(p, taken, options.after)
     bucket.keep_moments(by.taken)
     bucket.keep_weights()
     return products
 
 
-def _add_size_step(move: Tensor, bucket: Bucket, factor: Tensor) -> None:
-    """Adds the weights, times the size step."""
-    # A weight that is not finite must not reach `delta` by way of zero. In the wider type, which a
-    # weight with no axis would not bring about.
-    own = bucket.weights.to(bucket.dtype, copy=True).masked_fill_(factor == 0, 0.0)
-    if bucket.is_exact:
-        move.add_(own.mul_(factor))
-    else:
-        move.addcmul_(own, factor)
-
-
 def _bound_(weights: Tensor, taken: Tensor, bound: float) -> None:
-    weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
+    if bound < torch.inf:
+        weights.copy_(torch.where(taken, weights.clamp(-bound, bound), weights))
 
 
 _LOOPS, _KERNELS = (f"steadygrad.optim.{name}.scaled_adam:" for name in ("loops", "kernels"))
@@ -264,10 +197,6 @@ sums = Pass(_sums, 3, f"{_LOOPS}sums_kernel", kernel=f"{_KERNELS}sums", columns=
 # Moves `v`, `delta` and `p`: the equations above, with two temporaries. Its sums are
 # :math:`p \cdot g` with the weights before the update; the second has none, as they are known.
 update = Pass(
-    partial(_update, known=False),
-    1,
-    f"{_LOOPS}update_kernel",
-    kernel=f"{_KERNELS}update",
-    columns=len(StepScales._fields),
+    _update, 1, f"{_LOOPS}update_kernel", (), f"{_KERNELS}update", len(StepScales._fields)
 )
 update_by_known = Pass(partial(_update, known=True))

@@ -11,8 +11,7 @@ from torch.optim.optimizer import Optimizer
 from steadygrad._checks import InputError, check_count, check_number, check_type
 from steadygrad.averages import check_state
 
-# Squares of quotients of what a saved state holds must be finite.
-_MOST = 2.0**53
+_MOST = 2.0**53  # squares of quotients of what a saved state holds must be finite
 _BOUNDS = dict.fromkeys(("lr_batches", "lr_epochs"), (2.0**-53, _MOST))
 
 
@@ -59,10 +58,8 @@ class WarmupHoldDecay(_FactorLR):
 
     for :math:`t` in the warm-up, in the constant stretch, in the decay and after it. Call
     ``step()`` once an optimizer step. The first step is taken at a learning rate of 0 where there
-    is a warm-up, as in the original.
-
-    Unlike in gluon-nlp's program the learning rate stays 0 beyond ``total_steps``, and decays
-    without a warm-up, too.
+    is a warm-up, as in gluon-nlp's program. Unlike there it stays 0 beyond ``total_steps``, and
+    decays without a warm-up, too.
 
     Args:
         optimizer: The optimizer; each group's learning rate now is its top, :math:`\eta`. Tensor

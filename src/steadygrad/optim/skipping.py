@@ -13,7 +13,7 @@ from steadygrad.optim.passes import tensor_of
 
 
 class SkipMonitor:
-    """Counts skipped steps in a row; the host does not wait for an accelerator.
+    """Counter of skipped steps in a row, for which the host does not wait.
 
     On an accelerator the count of skipped steps is copied to the host now and then, and read
     one interval later: the warning comes after at most twice as many steps.
@@ -23,7 +23,7 @@ class SkipMonitor:
         self._name = name
         self._in_a_row = self._steps = 0
         self._copied: HostCopy | None = None
-        self._last: float | None = None
+        self._last = torch.nan
 
     def count(self, ok: Any, states: Iterable[Mapping[str, Any]], limit: int | None) -> None:
         """Counts a step if it was skipped, and warns at the limit; None: never."""
@@ -56,12 +56,12 @@ class SkipMonitor:
 
     def _skips_of_an_interval(self, skipped: Tensor) -> float:
         """What the count of an interval ago had over the one before it; copies this one."""
-        before, self._last = self._last, None
+        # Without both counts the skips of an interval are unknown.
+        before, self._last = self._last, torch.nan
         if self._copied is not None and self._copied.event.query():
             self._last = float(self._copied.numbers)
         self._copied = HostCopy(skipped)
-        # Without both counts the skips of an interval are unknown.
-        return 0.0 if before is None or self._last is None else self._last - before
+        return self._last - before
 
 
 def _is_plain(ok: Any) -> bool:

@@ -7,6 +7,7 @@ would lose what it is there for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ ADAM_FIELDS = {
 
 def scales_of(*moments: str) -> dict[str, StateField]:
     """States for the scales of moments that may be kept in eight bits."""
-    scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH)
+    scale = StateField(dtype=torch.uint8, low=codes.LOW, high=codes.HIGH, initial=codes.LOW)
     return {name + codes.EXPONENTS: replace(scale, scales=name) for name in moments}
 
 
@@ -108,9 +109,6 @@ class TypeKeepingOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all of a state or none, each tensor in its own type and copied to its device."""
-        # Hooks may make a state dict of what has another outline, and torch copies it for them.
-        if not hasattr(state_dict, "copy"):
-            check_outline(state_dict)
         self._fill_state()
         states: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -162,8 +160,7 @@ class StatefulOptimizer(TypeKeepingOptimizer):
 
     _fields: Mapping[str, StateField]
     _load_remedy = "load what this optimizer's state_dict() returned"
-    # Number of decays in the option `betas`.
-    _betas = 2
+    _betas = 2  # decays in the option `betas`
 
     def _check_group(self, group: Options) -> None:
         check_options(group, self._betas)
@@ -175,30 +172,25 @@ class StatefulOptimizer(TypeKeepingOptimizer):
     def _field(self, name: str) -> StateField:
         return self._fields.get(name) or StateField(elementwise=name == MASTER)
 
-    def _dtype_of(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
-        dtype = self._field(name).dtype or self._state_dtype(parameter, group)
-        return exact(parameter.device) if dtype is torch.float64 else dtype
-
-    def _kept_as(self, name: str, parameter: Tensor, group: Options) -> torch.dtype:
-        """Type that a state has in memory, which is a code's if it is a moment in eight bits."""
-        is_code = name + codes.EXPONENTS in self._fields and codes.is_coded(parameter, group)
-        return torch.uint8 if is_code else self._dtype_of(name, parameter, group)
+    def _dtype_of(self, name: str, p: Tensor, group: Options, is_coded: bool) -> torch.dtype:
+        """Type of a state in memory, which is a code's if it is a moment in eight bits."""
+        if is_coded and name + codes.EXPONENTS in self._fields:
+            return torch.uint8
+        dtype = self._field(name).dtype or self._state_dtype(p, group)
+        return exact(p.device) if dtype is torch.float64 else dtype
 
     def _new_state(self, parameter: Tensor, group: Options) -> dict[str, Tensor]:
         """A parameter's state before its first step, masters aside."""
-        found = {}
+        found, is_coded = {}, codes.is_coded(parameter, group)
         for name, field in self._fields.items():
-            dtype, device = self._kept_as(name, parameter, group), parameter.device
-            shape = field.shape(parameter, group)
+            dtype = self._dtype_of(name, parameter, group, is_coded)
             if field.elementwise:
                 found[name] = torch.zeros_like(parameter, dtype=dtype)
-            elif field.scales:
-                if codes.is_coded(parameter, group):
-                    own = len(local(parameter)), shape[1]
-                    scales = torch.full(own, codes.LOW, dtype=dtype, device=device)
-                    found[name] = as_shard(scales, parameter, shape)
-            elif not (field.sized_only and parameter.numel() == 1):
-                found[name] = torch.full(shape, field.initial, dtype=dtype, device=device)
+            elif is_coded if field.scales else parameter.numel() != 1 or not field.sized_only:
+                shape = field.shape(local(parameter), group)
+                own = torch.full(shape, field.initial, dtype=dtype, device=parameter.device)
+                whole = field.shape(parameter, group)
+                found[name] = as_shard(own, parameter, whole) if field.scales else own
         return found
 
     def _bring_into_form(self, parameter: Tensor, group: Options, state: dict[str, Tensor]) -> None:
@@ -211,9 +203,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             code = codes.SECOND if self._fields[field.scales].low == 0.0 else codes.FIRST
             if is_wanted:
                 moment = shared_out(moment.to(parameter.device, torch.float32), parameter)
-                place = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                first = place + codes.first_element(parameter)
-                seed = codes.seeds_at(place, place, first).squeeze(1)
+                zero = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                seed = codes.seeds_at(zero, zero, zero + codes.first_element(parameter)).squeeze(1)
                 found, exponents = codes.encode(local(moment), seed, row, code)
                 shape = field.shape(parameter, group)
                 state[name] = as_shard(exponents.view(-1, shape[1]), parameter, shape)
@@ -272,7 +263,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         return found
 
     def _place(self, parameter: Tensor, group: Options, name: str, value: Tensor) -> Tensor:
-        dtype, field = self._kept_as(name, parameter, group), self._field(name)
+        field, is_coded = self._field(name), codes.is_coded(parameter, group)
+        dtype = self._dtype_of(name, parameter, group, is_coded)
         value = value.detach().to(parameter.device, dtype, copy=True)
         return shared_out(value, parameter) if field.elementwise or field.scales else value
 
@@ -287,15 +279,12 @@ class StatefulOptimizer(TypeKeepingOptimizer):
         for name in (expected | {MASTER, *scales}) & {*state}:
             field, value = self._field(name), state[name]
             if value.shape != (shape := field.shape(parameter, group)):
-                whose = "the parameter's " if field.elementwise else ""
-                raise damaged(name, f"with {whose}shape {shape}", tuple(value.shape))
+                raise damaged(name, f"with shape {shape}", tuple(value.shape))
+            dtype = self._dtype_of(name, parameter, group, name + codes.EXPONENTS in state)
             # Codes without scales, or scales of numbers, would be taken for what they are not.
-            is_code = name in scales or name + codes.EXPONENTS in state
-            if is_code is not (value.dtype is torch.uint8):
-                kind = "torch.uint8, as with scales" if is_code else "numbers, without scales"
-                raise damaged(name, f"of {kind}", value.dtype)
+            if (dtype is torch.uint8) is not (value.dtype is torch.uint8):
+                raise damaged(name, f"of {dtype} (scales are of codes alone)", value.dtype)
             # In the type that it is kept in, where a larger number is infinite.
-            dtype = torch.uint8 if is_code else self._dtype_of(name, parameter, group)
             own = local(value).detach().to(dtype)
             if own.numel() and not own.is_meta:
                 least, largest = (float(x) for x in torch.aminmax(own))
@@ -306,10 +295,8 @@ class StatefulOptimizer(TypeKeepingOptimizer):
             mesh = getattr(value, "device_mesh", None)
             like = parameter if field.elementwise or field.scales else None
             if mesh not in (None, getattr(like, "device_mesh", None)):
-                raise InputError(
-                    f"Expected a state `{name}` that is whole, or on the mesh of its parameter. "
-                    f"Found a DTensor on {mesh}. Remedy: value.full_tensor()."
-                )
+                wanted = "that is whole, by full_tensor(), or on the mesh of its parameter"
+                raise damaged(name, wanted, f"a DTensor on {mesh}")
         self._bring_into_form(parameter, group, state)
 
 
@@ -329,8 +316,7 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
             fits &= isinstance(names, list) and [*map(type, names)] == [str] * len(group["params"])
         fits &= all(isinstance(each, Mapping) for each in [*groups, *states])
     except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
-        # The last two are tensors'.
-        fits = False
+        fits = False  # the last two errors are tensors'
     if not fits:
         raise InputError(
             "Expected a `state_dict` with param_groups, which list their parameters by keys, with "
@@ -341,10 +327,8 @@ def check_outline(state_dict: Any, remedy: str = "load what state_dict() returne
 
 def _check_order(groups: Sequence[Options], saved: Sequence[Options]) -> None:
     """Raises if the same names come in another order: torch goes by place alone."""
-    names, others = (
-        [name for group in some for name in group.get("param_names") or ()]
-        for some in (groups, saved)
-    )
+    given = ([group.get("param_names") or () for group in some] for some in (groups, saved))
+    names, others = ([*chain(*some)] for some in given)
     for name, other in zip(names, others, strict=False):
         if name != other and sorted(names) == sorted(others):
             raise InputError(
