@@ -20,7 +20,7 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import is_capturing
 from steadygrad.optim.kernels.codes import BLOCK as CODES
 from steadygrad.optim.kernels.codes import lanes_of, without_gaps
-from steadygrad.optim.kernels.memory import GRAD, PARAM, STATES, WEIGHT, factors_of, places_of
+from steadygrad.optim.kernels.memory import STATES, factors_of, places_of
 from steadygrad.optim.passes import Pass, Types, addresses_of, check_memory, named
 
 # Elements of a chunk, the work of one program: with fewer a tensor's programs have more partial
@@ -95,8 +95,7 @@ class Table:
 
         Addresses of gradients, zero for None, of parameters and of weights, ``(3, batch)``.
         """
-        own = addresses[:, self.members].T
-        self.addresses[:, [GRAD.value, PARAM.value, WEIGHT.value]] = own
+        self.addresses[:, : STATES.value] = addresses[:, self.members].T
         check_memory(self.addresses, self.lengths, has_grad[self.members])
         self.aligned = not (self.addresses % 16).any()
         if is_capturing():
@@ -126,8 +125,7 @@ class Table:
         # A recording needs memory that was made before it.
         pinned = self.device.type == "cuda"
         while len(self._spares) < SPARES:
-            spare = torch.zeros(self._own.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
-            self._spares.append(spare)
+            self._spares.append(torch.zeros_like(self._own, device="cpu", pin_memory=pinned))
 
     def run(
         self, one: Pass, factors: Tensor, options: Sequence[float], inverse_scale: Tensor

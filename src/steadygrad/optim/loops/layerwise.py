@@ -104,36 +104,35 @@ def waves_kernel(types: Kinds) -> Any:
 
     def kernel(data: Any) -> None:
         args, chunks, table, sums, factors, given = numbers.arguments(data)
-        turns = numbers.array_at(args[numbers.TURNS], (args[numbers.COUNT], 3), np.int64)
+        turns = numbers.array_at(args[numbers.TURNS], (args[numbers.COUNT], 4), np.int64)
         exact = types.exact
         while True:
             place = numbers.fetch_next(args[numbers.COUNTER])
             if place >= args[numbers.COUNT]:
                 return
-            start, stop, way = turns[place]
-            for here in range(start, start if way == numbers.MOVE else stop):
-                chunk = chunks[here]
-                row, by = table[chunk[0]], factors[:, chunk[0]]
-                if by[0] != 0.0:
-                    numbers.go_over(directions, args, row, chunk, by, given, types, sums[here])
-                    numbers.fetch_next(args[numbers.DONE] + 8 * chunk[0])
-            for here in range(start, start if way == numbers.LOOK else stop):
-                chunk = chunks[here]
-                row, by = table[chunk[0]], factors[:, chunk[0]]
-                if by[0] == 0.0:
-                    continue
-                # Other threads may still work on the tensor's last chunks.
-                while numbers.look_at(args[numbers.DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
-                    numbers.call(args[numbers.YIELD])
-                x, m, g = 0.0, 0.0, 0.0
-                for k in range(chunk[3], chunk[4]):
-                    x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]
-                bounds = exact(given[6]), exact(given[7]), given[8] != 0.0
-                constants = exact(given[0]), exact(1 - given[0]), exact(given[3]), *bounds
-                norms = exact(x), exact(m), exact(g) if types.has_two else None
-                along_m, along_g, keep = lengths_of(*norms, True, exact(given[5]), constants)
-                lengths = along_m * by[2], float(along_g), float(keep)
-                found = (1.0, by[1], by[3], *lengths, by[-2], by[-1])
-                numbers.go_over(move, args, row, chunk, found, given, types, sums[here])
+            start, stop, first, last = turns[place]
+            for way in range(first, last):
+                for here in range(start, stop):
+                    chunk = chunks[here]
+                    row, by = table[chunk[0]], factors[:, chunk[0]]
+                    if by[0] == 0.0:
+                        continue
+                    if way == numbers.LOOK:
+                        numbers.go_over(directions, args, row, chunk, by, given, types, sums[here])
+                        numbers.fetch_next(args[numbers.DONE] + 8 * chunk[0])
+                        continue
+                    # Other threads may still work on the tensor's last chunks.
+                    while numbers.look_at(args[numbers.DONE] + 8 * chunk[0]) < chunk[4] - chunk[3]:
+                        numbers.call(args[numbers.YIELD])
+                    x, m, g = 0.0, 0.0, 0.0
+                    for k in range(chunk[3], chunk[4]):
+                        x, m, g = x + sums[k, 0], m + sums[k, 1], g + sums[k, 2]
+                    bounds = exact(given[6]), exact(given[7]), given[8] != 0.0
+                    constants = exact(given[0]), exact(1 - given[0]), exact(given[3]), *bounds
+                    norms = exact(x), exact(m), exact(g) if types.has_two else None
+                    along_m, along_g, keep = lengths_of(*norms, True, exact(given[5]), constants)
+                    lengths = along_m * by[2], float(along_g), float(keep)
+                    found = (1.0, by[1], by[3], *lengths, by[-2], by[-1])
+                    numbers.go_over(move, args, row, chunk, found, given, types, sums[here])
 
     return kernel

@@ -26,7 +26,7 @@ GRAD, PARAM, WEIGHT, ROW, STATES = 0, 1, 2, 3, 4
 # Places of a kernel's arguments, int64 numbers.
 COUNTER = 0  # address of the next free turn, in a line of the cache of its own
 COUNT = 1  # number of turns
-TURNS = 2  # address of rows of the first chunk, the one after the last, and one of the ways below
+TURNS = 2  # address of rows of the first chunk, the one after the last, and the same of ways
 CHUNK_TABLE = 3  # address of rows of tensor, first element, length, the tensor's chunks, a piece
 TENSORS = 4  # number of tensors
 ADDRESSES = 5  # address of the tensors' addresses, a row for each tensor
@@ -41,8 +41,8 @@ YIELD = 13  # address of the function that lets another thread run
 ROWS = 14  # number of factors
 NUMBERS = 15  # number of options, the last of which is one over the loss scale in the gradients
 PLACES = 16
-# What a turn of waves does: looks at directions, moves, or one after the other.
-LOOK, MOVE, BOTH = 0, 1, 2
+# Ways to go over the chunks of a turn: to look at directions, and to move.
+LOOK, MOVE = 0, 1
 
 # What loops are made of. Numba's cache checks a kernel's own file only: kernels hold on to a number
 # that changes with these, so that they are compiled anew.

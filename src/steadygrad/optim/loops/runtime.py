@@ -30,7 +30,7 @@ from steadygrad.optim import codes
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.loops import ALL, BROKEN, numbers, was_forked
 from steadygrad.optim.loops.numbers import GRAD, MOST_SUMS, PARAM, ROW, STATES, WEIGHT
-from steadygrad.optim.passes import Pass, Types, addresses_of, cast, check_memory, named
+from steadygrad.optim.passes import ARRAYS, Pass, Types, addresses_of, cast, check_memory, named
 
 # Elements of a chunk: with fewer, hardware prefetching restarts too often (of 16,384 to
 # 1,048,576 all from 65,536 on took the same time, fewer up to 8% more).
@@ -135,17 +135,17 @@ class Table:
         tensors, each twice, before all waves.
         """
         if threads not in self.turns:
-            turns: list[tuple[int, int, int]] = []
+            turns: list[tuple[int, ...]] = []
             waves: list[list[int]] = []
             # No wave is open that a tensor could be put into.
             total, lasts = math.inf, [*self.firsts[1:], len(self.chunks)]
             for size, first, last in zip(self.lengths, self.firsts, lasts, strict=True):
                 if threads > 1 and size * SHARE * threads > self.elements:
                     for way in (numbers.LOOK, numbers.MOVE):
-                        turns += [(i, i + 1, way) for i in range(first, last)]
+                        turns += [(i, i + 1, way, way + 1) for i in range(first, last)]
                     total = math.inf
                 elif total + size > WAVE:
-                    waves.append([first, last, numbers.BOTH])
+                    waves.append([first, last, numbers.LOOK, numbers.MOVE + 1])
                     total = size
                 else:
                     waves[-1][1], total = last, total + size
@@ -178,14 +178,9 @@ def run(one: Pass, batch: ParamBatch, by: Sequence[Any], options: Sequence[float
     return cast(sums.T[: one.rows], batch.sum_dtype) if one.rows else None
 
 
-_NUMBERS: dict[torch.dtype, Any] = {
-    torch.uint8: np.uint8,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    # The bits of 16-bit types, see `numbers`.
-    torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
-}
+# NumPy's types; of those with 16 bits the bits, see `numbers`.
+_NUMBERS: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16, torch.float16: np.int16}
+_NUMBERS |= {torch.uint8: np.uint8, **ARRAYS}
 # Numba's compiler is for one thread at a time; so are the entries here.
 _LOCK = threading.Lock()
 
