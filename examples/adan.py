@@ -72,7 +72,7 @@ def factors(batch: ParamBatch, options: Options) -> Factors:
     group, t = batch.group, clamp(batch.steps, 1, None)
     unbias1, unbias2, unbias3 = (1 / (1 - beta**t) for beta in options[:3])
     one = t / t
-    rate = one * batch.lr
+    rate = one * batch.number(group["lr"])
     decay = rate * group["weight_decay"]
     keep = 1 - decay if group["no_prox"] else 1 / (1 + decay)
     along = rate if group["no_prox"] else rate * keep

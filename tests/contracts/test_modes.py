@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from steadygrad.optim import loops
+from steadygrad.optim import checks, loops
 from steadygrad.optim.buckets import BUCKET
 from tests.contracts.problems import (
     DTYPES,
@@ -158,7 +158,7 @@ def test_a_step_takes_few_calls_of_operators(name, most):
 @every_optimizer
 def test_fused_falls_back_with_one_warning(entry, monkeypatch):
     monkeypatch.setattr(loops, "why_none", lambda device: "numba is not installed")
-    monkeypatch.setattr(loops, "_WARNED", set())
+    checks.warn_once.cache_clear()
     fused, default, plain = parameters(), parameters(), parameters()
     optimizer = entry(fused, fused=True)
     with pytest.warns(UserWarning, match="numba is not installed") as caught:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from steadygrad.optim import base
+from steadygrad.optim import checks
 from tests.distributed.optim_models import CODED, FLOAT32, feed, whole
 from tests.distributed.ranks import on_ranks
 
@@ -51,7 +51,7 @@ def compared(rank, world):
         wide = FLOAT32[name.removesuffix("-8bit")]
         for layout, places in LAYOUTS[world].items():
             mesh = init_device_mesh("cpu", (2, 2) if len(places) > 1 else (world,))
-            base._WARNED.clear()
+            checks.warn_once.cache_clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 here = trained(maker, MODES[name], mesh, places)

@@ -5,7 +5,6 @@ little arithmetic on columns with one number for each tensor in between. Everyth
 decides on the device: nothing here makes the host wait for one.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,19 +17,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from steadygrad._checks import InputError, check_count, check_number
+from steadygrad._checks import InputError, check_count, check_number, install
 from steadygrad.numerics import wide
-from steadygrad.optim import codes, loops
+from steadygrad.optim import checks, codes, loops
 from steadygrad.optim.batch import Gradients, ParamBatch, types_for_loops
-from steadygrad.optim.checks import check_capture, check_lr, check_parameter, dense_gradient
 from steadygrad.optim.diagnostics import Report, reports
 from steadygrad.optim.passes import BACKENDS, Pass, Types, cast, tensor_of
 from steadygrad.optim.skipping import SkipMonitor
 from steadygrad.optim.state import MASTER, StatefulOptimizer, ensure_master
 from steadygrad.shards import PackedSum, PartialGradients, ZeroSum, first_row, is_sharded
-
-# Optimizers that have said which parameters keep float32 where eight bits were asked for.
-_WARNED: set[str] = set()
 
 
 class ShardedOptimizer(StatefulOptimizer):
@@ -103,7 +98,7 @@ class ShardedOptimizer(StatefulOptimizer):
         Returns:
             The closure's loss.
         """
-        check_capture(self)
+        checks.check_capture(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -176,7 +171,7 @@ class ShardedOptimizer(StatefulOptimizer):
             self._check_groups()
             self._options, self._built = found, ()
         for group in self.param_groups:
-            check_lr(group["lr"])
+            checks.check_lr(group["lr"])
 
     def _find_params(self) -> None:
         """Lists the parameters anew where they or their states were exchanged."""
@@ -218,7 +213,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if not any(self._sharded):
             self._anywhere = None
             return Gradients(grads, has_grad, has_grad, grad_scale)
-        grads = [*map(dense_gradient, self._params)]
+        grads = [*map(checks.dense_gradient, self._params)]
         if self._partial is None or not self._partial.is_of(self._params):
             self._partial, self._packed_sum = PartialGradients(self._params), None
         grads, self._anywhere = self._partial(grads, self._params)
@@ -232,7 +227,7 @@ class ShardedOptimizer(StatefulOptimizer):
     def _check_params(self) -> None:
         """Raises InputError if a parameter no longer has the shape and device of its state."""
         for p in self._params:
-            check_parameter(p)
+            checks.check_parameter(p)
             for name in (*self._large, MASTER):
                 kept = self.state[p].get(name, p)
                 if kept.shape != p.shape or kept.device != p.device:
@@ -244,16 +239,13 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _warn_of_float32(self) -> None:
         """Says once where states in eight bits were asked for and shards cannot have them."""
-        name = type(self).__name__
         asked = [g["params"] for g in self.param_groups if g.get("state_dtype") == "8bit"]
         cut = [p for p in chain(*asked) if p.numel() >= codes.LEAST and first_row(p) is None]
-        if cut and name not in _WARNED:
-            _WARNED.add(name)
-            warnings.warn(
+        if cut:
+            checks.warn_once(
                 "Expected parameters sharded once along their first dimension for 8-bit states. "
-                f"Found shape {tuple(cut[0].shape)}, {cut[0].placements}: {name} keeps their "
-                "states in float32. Remedy: a group of their own with state_dtype='float32'.",
-                stacklevel=2,
+                f"Found shape {tuple(cut[0].shape)}, {cut[0].placements}: their states are in "
+                "float32. Remedy: a group of their own with state_dtype='float32'."
             )
 
     @property
@@ -310,7 +302,8 @@ class ShardedOptimizer(StatefulOptimizer):
         # Torch's own compiler writes kernels of its own.
         if torch.compiler.is_compiling() or not (fused or is_default):
             return None
-        is_missed = True
+        # A rule that has no loops has nothing to miss.
+        is_missed = fused or all(one.loop for one in self._passes)
         if (why := loops.why_none(device)) is None:
             state, is_exact = self.state[parameter], self._is_exact
             types = types_for_loops(parameter, gradient, state, self._large, is_exact)
@@ -321,7 +314,11 @@ class ShardedOptimizer(StatefulOptimizer):
             elif (why := loops.prepare(self, types, device)) is None:
                 return types
         if is_missed:
-            loops.warn_once(name, why)
+            checks.warn_once(
+                f"Expected a fused kernel for {name}. Found none: {why}. Multi-tensor calls are "
+                "used. Remedy: contiguous() data, triton on CUDA devices, numba on a CPU: "
+                f"{install('cpu')}; foreach=True chooses multi-tensor calls."
+            )
         return None
 
     def _needed(self, device: torch.device) -> Sequence[Pass]:

@@ -193,12 +193,6 @@ class ParamBatch:
         return value.to(self.device, self.exact).reshape(())
 
     @property
-    def lr(self) -> float | Tensor:
-        """The group's learning rate: a number, or a tensor with shape ``()`` on the device."""
-        lr: float | Tensor = self.number(self.group["lr"])
-        return lr
-
-    @property
     def steps(self) -> Any:
         """Steps that each parameter has taken, with shape ``(tensors)``, in the widest type."""
         # A copy: the column is written to before the step is over.
@@ -385,7 +379,7 @@ def types_for_loops(
     moments, grad = [local(state[name]) for name in large], own if gradient is None else gradient
     # A plain parameter's detached memory is a plain tensor; a wrapper's is not.
     kept = (own.detach(), *moments, *masters)
-    axes = sorted(range(own.ndim), key=lambda axis: -own.stride(axis))
+    axes = sorted(range(own.ndim), key=own.stride().__getitem__, reverse=True)
     has_gaps = not own.detach().permute(axes).is_contiguous()
     if any(type(t) is not Tensor for t in (grad.detach(), *kept)) or has_gaps:
         return None

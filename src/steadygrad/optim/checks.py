@@ -1,7 +1,9 @@
 """Checks of the options, parameters and gradients that all optimizers take."""
 
+import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +51,12 @@ def check_switch(name: str, value: Any, choices: tuple[bool | None, ...]) -> Non
             f"Parameter `{name}` should be one of {', '.join(map(str, choices))}. "
             f"Found {shown(value)}. Remedy: one of these."
         )
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warns, of each thing once in a process."""
+    warnings.warn(message, stacklevel=2)
 
 
 def check_lr(lr: Any) -> None:

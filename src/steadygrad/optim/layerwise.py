@@ -116,7 +116,7 @@ class LayerwiseOptimizer(ShardedOptimizer):
                 group["eps"],
                 group["weight_decay"],
                 group.get("clip_value") or math.inf,
-                batch.lr,
+                batch.number(group["lr"]),
                 group["lower_bound"] or 0.0,
                 math.inf if group["upper_bound"] is None else group["upper_bound"],
                 group.get("adapt", True),

@@ -265,8 +265,10 @@ class ScaledAdamStep:
 
     def apply(self) -> None:
         """Moves states and weights."""
-        batch, group, lr, sign = self.batch, self.group, self.batch.lr, self.batch.sign
-        scale = sign if self.clip is None else sign * batch.number(self.clip)
+        batch, group, sign = self.batch, self.group, self.batch.sign
+        lr, scale = batch.number(group["lr"]), sign
+        if self.clip is not None:
+            scale = sign * batch.number(self.clip)
         # In 2022 the clipped gradient reached the sizes only, and bounds came before the update.
         clip = sign if self.is_original else scale
         bound = group["scalar_max"] if self.is_scalar else torch.inf

@@ -10,7 +10,7 @@ import torch
 from steadygrad import __version__, distributed
 from steadygrad._checks import install
 from steadygrad.cli import doctor, main
-from steadygrad.optim import loops
+from steadygrad.optim import checks, loops
 from steadygrad.optim.loops import runtime
 from tests.unit.cli.quick import ROOT
 
@@ -19,7 +19,7 @@ from tests.unit.cli.quick import ROOT
 def examined(capsys, monkeypatch):
     """What is found, in this process."""
     # A warning is given once in a process.
-    monkeypatch.setattr(loops, "_WARNED", set())
+    checks.warn_once.cache_clear()
 
     def run():
         assert main(["doctor", "--json"]) == 0

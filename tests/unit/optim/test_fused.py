@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from steadygrad.optim import LANS, ScaledAdam, loops
+from steadygrad.optim import LANS, ScaledAdam, checks
 from tests.contracts.problems import assert_rounded_alike, assert_same, give_gradients
 
 both_modes = pytest.mark.parametrize("mode", ["fused", "foreach"])
@@ -125,7 +125,7 @@ def test_what_is_of_no_use_any_more_is_let_go(mode):
 
 
 def test_what_loops_cannot_take_goes_by_calls(monkeypatch):
-    monkeypatch.setattr(loops, "_WARNED", set())
+    checks.warn_once.cache_clear()
     found = []
     for mode in ("fused", "foreach"):
         base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

@@ -30,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from benchmarks.interpreted import converted
 from triton.runtime import interpreter
 
+from steadygrad.optim.checks import warn_once
 from steadygrad.optim.kernels import check, codes, layerwise, memory, runtime, scaled_adam
 
 F64, F32, BF16, F16, U8 = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -45,10 +46,11 @@ def _kernels_on_cpu(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", converted)
     monkeypatch.setitem(passes.BACKENDS, "cpu", "kernels")
     monkeypatch.setattr(runtime, "CHUNK", 16)
-    for name, empty in (("BROKEN", {}), ("_READY", set()), ("_WARNED", set())):
+    for name, empty in (("BROKEN", {}), ("_READY", set())):
         monkeypatch.setattr(loops, name, empty)
     monkeypatch.setattr(check, "difference", lambda *_: None)
     runtime.prepare.cache_clear()
+    warn_once.cache_clear()
     yield
     runtime.prepare.cache_clear()
 

@@ -5,14 +5,12 @@ On a CUDA device: by kernels (:mod:`steadygrad.optim.kernels`), which must have 
 
 import importlib
 import os
-import warnings
 from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 import torch
 
-from steadygrad._checks import install
 from steadygrad.optim.checks import is_capturing
 from steadygrad.optim.passes import BACKENDS, Types, runtime_of
 
@@ -21,8 +19,6 @@ BROKEN: dict[Hashable, str] = {}
 # Passes and types whose loops can be taken.
 _READY: set[Hashable] = set()
 ALL = "all"
-# Optimizer and reason of each warning given.
-_WARNED: set[tuple[str, str]] = set()
 # The process that read this file, which is always read before there is anything to compile.
 _PROCESS = os.getpid()
 
@@ -83,15 +79,3 @@ def prepare(optimizer: Any, types: Types, device: torch.device) -> str | None:
         else:
             BROKEN[key] = why
     return BROKEN.get(key)
-
-
-def warn_once(optimizer: str, why: str) -> None:
-    """Warns of multi-tensor calls in place of loops, once for each optimizer and reason."""
-    if (optimizer, why) not in _WARNED:
-        _WARNED.add((optimizer, why))
-        warnings.warn(
-            f"Expected a fused kernel for {optimizer}. Found none: {why}. Multi-tensor calls are "
-            f"used. Remedy: contiguous() data, triton on CUDA devices, numba on a CPU: "
-            f"{install('cpu')}; foreach=True chooses multi-tensor calls.",
-            stacklevel=2,
-        )
