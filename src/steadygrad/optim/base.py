@@ -268,7 +268,8 @@ class ShardedOptimizer(StatefulOptimizer):
 
         For a report nothing is to change: multi-tensor calls work on copies of the columns.
         """
-        kinds, types = defaultdict[Any, list[int]](list), dict[int, Types | None]()
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        types: dict[int, Types | None] = {}
         for i in places:
             p, state, types[i] = self._params[i], self.state[self._params[i]], None
             ensure_master(p, state, group)

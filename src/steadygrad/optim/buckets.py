@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from steadygrad.numerics import inner_products, part_sums, square_sums, wide
 from steadygrad.optim.codes import CODES, decode, encode, floors, row_of
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 BUCKET = 2**20
 # On a CPU, elements of a bucket, which are to stay in the caches, and of a parameter in it: copies
 # and spread factors of a larger one cost more than calls.
-TOGETHER, LARGEST = 3 * 2**15, 2**13
+TOGETHER, LARGEST = 3 * 2**15, 2**14
+# Elements of a parameter, in the mean, from which factors are spread by copies, not by indices.
+LONG = 512
 
 
 class Bucket:
@@ -110,8 +113,16 @@ class Bucket:
             if not all(self.sizes):
                 counts = counts * self._batch.in_step.index_select(0, index)
             # Told the length, for which the host would wait.
-            owners = torch.repeat_interleave(index, counts, output_size=sum(self.sizes))
-            first, *rest = torch.stack(columns).to(dtype).index_select(1, owners)
+            total, entries = sum(self.sizes), torch.stack(columns).to(dtype)
+            if total >= LONG * len(index) and index.device.type == "cpu" and not is_compiling():
+                # A loop in torch over parameters, which on an accelerator were launches.
+                spread = entries.new_empty(len(entries), total)
+                own = entries.index_select(1, index).split(1, 1)
+                torch._foreach_copy_(spread.split(self.sizes, 1), own)
+            else:
+                owners = torch.repeat_interleave(index, counts, output_size=total)
+                spread = entries.index_select(1, owners)
+            first, *rest = spread
         return [first.bool(), *rest]
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
