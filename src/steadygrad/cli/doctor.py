@@ -13,7 +13,6 @@ from steadygrad import __version__
 from steadygrad._checks import install
 from steadygrad.cli.console import cleaned, emit
 
-# What each extra brings.
 BRINGS = {
     "cli": "the commands advise, compare, inspect and ab, and their reports",
     "cpu": "compiled loops for the optimizers' steps on a CPU",
@@ -89,10 +88,11 @@ def _step(device: str) -> str:
     """One step of LANS, by loops or kernels where there are any, judged by multi-tensor calls."""
     import torch
 
-    from steadygrad.optim import LANS
+    from steadygrad.optim import LANS, checks
 
     own, other = torch.linspace(-1, 1, 100_000, device=device).repeat(2, 1).unbind()
     own.grad, other.grad = own.cos(), other.cos()
+    checks.warn_once.cache_clear()  # what was said of one device is said of the next
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         LANS([own]).step()

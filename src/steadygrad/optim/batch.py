@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import exact, wide
-from steadygrad.optim.buckets import line, places_of
+from steadygrad.optim.buckets import places_of
 from steadygrad.optim.checks import TYPES, dense_gradient, is_capturing
 from steadygrad.optim.codes import EXPONENTS, first_element, row_of, seeds_at
 from steadygrad.optim.passes import (
@@ -246,8 +246,11 @@ class ParamBatch:
 
     def _lines(self, tensors: Sequence[Any]) -> list[Any]:
         """Tensors with those that share a bucket as views with a single axis, where it goes."""
-        pairs = enumerate(tensors)
-        return [line(t) if i in self._shared and t is not None else t for i, t in pairs]
+        found = [*tensors]
+        for i in self._shared:
+            if (t := found[i]) is not None and t.ndim != 1 and t.is_contiguous():
+                found[i] = t.view(-1)
+        return found
 
     def _for_calls(self, gradient: Tensor | None, like: Tensor) -> Tensor:
         """A gradient no wider than its sums; a zero that takes no memory for None."""

@@ -196,11 +196,6 @@ def places_of(batch: "ParamBatch") -> list[list[int]]:
     return buckets
 
 
-def line(tensor: Tensor) -> Tensor:
-    """A view of a tensor with a single axis, if there is one; else the tensor."""
-    return tensor.view(-1) if tensor.ndim != 1 and tensor.is_contiguous() else tensor
-
-
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """Some tensors as one with a single axis; a tensor alone as it is."""
     if len(tensors) == 1:

@@ -26,7 +26,8 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(group: Mapping[str, Any], betas_needed: int) -> None:
     """Raises InputError unless the options that all optimizers share can be used."""
     check_lr(group["lr"])
-    if not isinstance(betas := group["betas"], (tuple, list)) or len(betas) != betas_needed:
+    betas = group["betas"] if betas_needed else ()
+    if not isinstance(betas, (tuple, list)) or len(betas) != betas_needed:
         raise InputError(
             f"Parameter `betas` should be {betas_needed} numbers from 0 to 1. Found "
             f"{shown(betas)}. Remedy: leave it out for the defaults."

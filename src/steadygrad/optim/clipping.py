@@ -65,17 +65,18 @@ def clip(
     norms = where(seen, norm, known.norms)
     threshold, clipped = known.threshold, known.clipped
     early, due = [n for n in EARLY if n < period and not original], step % period == 0
-    for n in early:
-        due = due | (step == n)
+    firsts = [step == n for n in early]
+    for first in firsts:
+        due = due | first
     due = due & taken
     if may_hold(due):
         ordered = tensor_of(norms).sort().values
         ordered = cast(ordered if isinstance(norms, Tensor) else ordered.numpy(), threshold.dtype)
         found = scale * ordered[min(period - 1, period // 4 * 2)]
-        for n in early:
+        for n, first in zip(early, firsts, strict=True):
             # The places of steps not yet taken hold zeros, and come first.
             median = ordered[period - n + min(n - 1, n // 4 * 2)]
-            found = where(step == n, 2 * scale * median, found)
+            found = where(first, 2 * scale * median, found)
         threshold = where(due, found, threshold)
         clipped = where(due, 0.0, clipped)
     # A product with the reciprocal, in float32, as the original's quotient is computed.

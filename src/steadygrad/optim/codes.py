@@ -87,12 +87,6 @@ def row_of(tensor: Tensor) -> int:
     return prod(tensor.shape[1:])
 
 
-def shape_of(parameter: Tensor) -> tuple[int, int]:
-    """Shape of the scales."""
-    rows = len(parameter) if parameter.ndim else 1
-    return rows, -(-row_of(parameter) // BLOCK)
-
-
 def seeds_at(places: Tensor, steps: Tensor, first: Tensor) -> Tensor:
     """Random bits of parameters: of the first element here, and the distance to the next one's.
 

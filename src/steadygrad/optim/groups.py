@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_number
+from steadygrad._checks import InputError, check_number, check_type
 from steadygrad._names import plain_name
 
 Options = Mapping[str, Any]
@@ -66,7 +66,9 @@ def param_groups(
         Groups of named parameters, as every torch optimizer takes them: one for each different set
         of options, in the order of their first parameters.
     """
-    named, options = _named_parameters(model), options or {}
+    named = _named_parameters(model)
+    remedy = '{"*.bias": {"weight_decay": 0.0}}'
+    options = check_type("options", options or {}, Mapping, remedy)  # type: ignore[type-abstract]
     for pattern, wanted in options.items():
         # torch's groups hold these beside options.
         if not isinstance(wanted, Mapping) or {"params", "param_names"} & {*wanted}:

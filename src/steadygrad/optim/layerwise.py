@@ -14,7 +14,7 @@ from steadygrad.optim.base import ShardedOptimizer
 from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import check_switch, options_of
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.passes import Pass, cast, tensor_of, where
+from steadygrad.optim.passes import Pass, cast, inverse, root, tensor_of, where
 from steadygrad.optim.state import ADAM_FIELDS, StateField, scales_of
 
 # A batch with the factors and the options of the pass over its moments.
@@ -57,8 +57,9 @@ class LayerwiseOptimizer(ShardedOptimizer):
         From sums over all shards, and the joint one, if all processes had to agree on it.
         """
         if self._normalizes:
-            pairs = zip(batches, norms, strict=True)
-            return [b.sign * rule_of.inverse_norms(sums[0]) for b, sums in pairs]
+            # Zero for a gradient that is zero.
+            factors = [where(s[0] > 0, inverse(root(s[0])), 0.0) for s in norms]
+            return [b.sign * factor for b, factor in zip(batches, factors, strict=True)]
         bounds = [b.group["max_grad_norm"] for b in batches]
         if bounds.count(None) == len(bounds):
             return [b.sign for b in batches]

@@ -129,11 +129,6 @@ def lengths(x: Any, m: Any, g: Any, taken: Any, lr: Any, numbers: Any) -> Any:
     return along_m, along_g, 1 - decay * (along_m + along_g)
 
 
-def inverse_norms(sq_norms: Any) -> Any:
-    """One over the norm of each gradient, by which LANS normalises it; zero for a zero norm."""
-    return where(sq_norms > 0, inverse(root(sq_norms)), 0.0)
-
-
 def trust_ratio(weight: Any, direction: Any, adapt: bool = True) -> Any:
     """Weight norm over the direction's, 1 where either is zero or the weight's is past its type."""
     ratio = weight / direction

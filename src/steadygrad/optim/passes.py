@@ -173,11 +173,6 @@ def add_squares(bucket: Bucket, total: Tensor, more: Tensor, factor: float) -> N
         total.addcmul_(more, more, value=factor)
 
 
-def roots(bucket: Bucket, tensor: Tensor) -> Tensor:
-    """Square roots."""
-    return rounded_root(tensor) if bucket.is_exact else tensor.sqrt()
-
-
 def second_moment(bucket: Bucket, betas: tuple[float, float]) -> Tensor:
     """Second moment that a step goes by: not too small for the codes, or for the first one."""
     m, v = bucket.moments[:2]

@@ -37,8 +37,6 @@ from steadygrad.optim.passes import Pass, cast, clamp, inverse, library_of, root
 
 CORRECTED_BELOW = 0.99  # the second moment is corrected until its correction is this near one
 LARGEST_SIZE_STEP = 0.1  # in the current recipe, as a fraction of the size
-
-
 Options = Mapping[str, Any]
 
 
@@ -162,7 +160,8 @@ def _update(
     decay1, decay2 = passes.decays_of(bucket, (options.beta1, options.beta2), taken)
     g = bucket.sanitized(taken, v.dtype).mul_(clip)
     passes.add_squares(bucket, v.mul_(decay2), g, 1 - options.beta2)
-    d = passes.roots(bucket, torch.maximum(v, bucket.floors()) if bucket.coded else v)
+    d = torch.maximum(v, bucket.floors()) if bucket.coded else v
+    d = passes.rounded_root(d) if bucket.is_exact else d.sqrt()
     g.div_(d.add_(eps))
     del d  # Two temporaries at a time, no more.
     g.mul_(along_g)

@@ -47,7 +47,8 @@ class StateField:
         if self.elementwise:
             return tuple(parameter.shape)
         if self.scales:
-            return codes.shape_of(parameter)
+            rows = len(parameter) if parameter.ndim else 1
+            return rows, -(-codes.row_of(parameter) // codes.BLOCK)
         return (group[self.length],) if self.length else ()
 
 
@@ -109,6 +110,9 @@ class TypeKeepingOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all of a state or none, each tensor in its own type and copied to its device."""
+        # Hooks may make a state dict of what has another outline, and torch copies it for them.
+        if not hasattr(state_dict, "copy"):
+            check_outline(state_dict)
         self._fill_state()
         states: dict[Tensor, dict[str, Tensor]] = {}
 
