@@ -4,7 +4,8 @@ Such a machine may be had rarely, for ten minutes, and be taken away at any seco
 most comes first, each part has a process and a limit of its own, and the table is written anew
 while parts go on, beside and renamed. A part that crashes, hangs or does not fit takes no other
 along, and the table names it. Parts that measure are in gpu_parts.py. Nothing needs the network, or
-an installation: the Python that runs it needs torch, Triton, pytest, and what the studies need.
+an installation: the Python that runs it needs torch, Triton, pytest, pytest-xdist, and what the
+studies need.
 
 Run: python benchmarks/gpu.py    (make gpu)
      python benchmarks/gpu.py --rehearsal    (make gpu-rehearsal): on a CPU, by Triton's

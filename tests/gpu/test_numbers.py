@@ -69,9 +69,9 @@ def test_all_modes_agree(entry, dtype):
     assert by_kernels(optimizers[0]) is by_kernels(optimizers[3]) is (entry.make is not Adan)
     for (name, a), (_, b) in zip(*map(tensors_of, optimizers[::2]), strict=True):
         if a.dtype is torch.uint8:
-            # A joint norm has a part in float32, from small parameters that are not coded: a last
-            # digit of it turns a code in a million a step.
-            assert (a != b).sum() <= 2 + a.numel() // 1000, name
+            # A sum in another order has another last digit now and then: that turns a code in a
+            # million, and more from then on.
+            assert (a != b).sum() <= 2 + a.numel() // 10_000, name
             continue
         # Roots and quotients of float32 are within two roundings of the last place there; what
         # cancels, as inner products do, keeps the rounding of its largest term.

@@ -1,8 +1,8 @@
 """Buckets: parameters of a batch that calls of operators work on together, as flat tensors.
 
-A step then takes a number of calls that does not grow with the number of parameters. Factors, one
-number for each parameter, are spread over its elements. A large parameter is alone in its bucket,
-worked on where and as it lies, with factors of shape ``()``.
+A step then takes a number of calls that hardly grows with the number of small parameters. Factors,
+one number for each parameter, are spread over its elements. A large parameter is alone in its
+bucket, worked on where and as it lies, with factors of shape ``()``.
 """
 
 from collections.abc import Iterable, Sequence

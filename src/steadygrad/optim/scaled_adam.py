@@ -285,7 +285,7 @@ class ScaledAdamStep:
                 update = rule_of.update if batch.tables else rule_of.update_by_known
             if self.is_sized:
                 rms = cast(root(self.sums[2] / batch.numel), batch.state_dtype)
-                given = batch.columns, ring, rms, self.step, batch.taken, lr, group
+                given = batch.columns, ring, rms, self.step, self.needed & batch.taken, lr, group
                 rms, mean_square, move = rule_of.size_step(*given)
             factors = rms, move
         by = rule_of.step_scales(self.step, factors, clip, batch.taken, lr, group)

@@ -87,7 +87,7 @@ def step_scales(
 
 
 def size_step(
-    known: Mapping[str, Any], ring: Any, rms: Any, step: Any, taken: Any, lr: Any, group: Options
+    known: Mapping[str, Any], ring: Any, rms: Any, step: Any, sized: Any, lr: Any, group: Options
 ) -> tuple[Any, Any, Any]:
     r"""New sizes, the mean squares :math:`q` and size steps.
 
@@ -99,15 +99,13 @@ def size_step(
     :math:`c` the ``scalar_lr_scale`` and :math:`k` the number of size steps so far.
 
     ``known`` are the columns so far; ``ring`` the last :math:`h`, this step's among them, which
-    count at size steps only; ``rms`` each parameter's root mean square now, which counts at the
-    first step too.
+    count at size steps only; ``rms`` each parameter's root mean square now; ``sized`` says which
+    are at a size step, or at the first.
     """
     period = group["size_update_period"]
-    turn = (step % period == period - 1) & taken
     # The first step takes the size that the weights then have. With a period of one it is a size
     # step too many: nothing has been averaged yet.
-    due = turn & (step > 0)
-    rms = where(turn | (taken & (step == 0)), rms, known["param_rms"])
+    due, rms = sized & (step > 0), where(sized, rms, known["param_rms"])
     beta, mean = group["betas"][1] ** period, known["scale_exp_avg_sq"]
     mean = where(due, mean * beta + (ring * ring).mean(1) * (1 - beta), mean)
     scale = cast(root(1 - beta ** ((step + 1) // period)), mean.dtype)
