@@ -167,6 +167,8 @@ class ShardedOptimizer(StatefulOptimizer):
         groups = [(n, v) for group in self.param_groups for n, v in group.items()]
         # A schedule writes a new rate in every step. What broke has another count.
         found = [len(loops.BROKEN), *(value for name, value in groups if name != "lr")]
+        # A list of them may have changed in place.
+        found += chain(*(v for name, v in groups if name == "betas" and type(v) is list))
         if len(found) != len(self._options) or not all(map(is_, found, self._options)):
             self._check_groups()
             self._options, self._built = found, ()

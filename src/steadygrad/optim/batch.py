@@ -332,7 +332,7 @@ class ParamBatch:
             if g is not None:
                 dense_gradient(self.params[i])
                 _check_shape(g, own)
-                if type(g) is not Tensor or g.dtype is not dtype:
+                if type(g.detach()) is not Tensor or g.dtype is not dtype:
                     return False
                 if g.stride() != own.stride() or g.is_neg():
                     grads[i] = torch.empty_like(own, dtype=dtype).copy_(g)
@@ -390,7 +390,8 @@ def types_for_loops(
     total = sum_type_of(weight, is_exact)
     types = (grad.dtype, weight.dtype, moments[0].dtype, own.dtype, total)
     fits = {*types} <= {*TYPES, torch.uint8} and len({t.dtype for t in moments}) == 1
-    fits = fits and (types[2] in (torch.float32, torch.float64) or own.is_contiguous())
+    states = (torch.float32, torch.float64, *[torch.uint8] * own.is_contiguous())
+    fits = fits and types[2] in states
     fits = fits and {t.dtype for t in masters} <= {torch.float32}
     layout = own.shape, own.stride()
     alike = all((t.shape, t.stride()) == layout and not t.is_neg() for t in kept)

@@ -56,7 +56,12 @@ def turn_gradient(params, state, step):
         p.grad = torch.complex(p.grad, -p.grad).conj().imag
 
 
+def borrow_gradient(params, state, step):
+    params[0].grad = torch.nn.Parameter(params[0].grad)
+
+
 CHANGES = [
+    borrow_gradient,
     move_weight,
     turn_weight,
     move_memory_of_state,
@@ -213,3 +218,29 @@ def test_weights_that_are_not_finite_skip_steps_until_they_are_mended(mode):
     assert optimizer.skipped == 2
     states = optimizer.state[params[0]].items()
     assert all(t.isfinite().all() for name, t in states if "threshold" not in name)
+
+
+@pytest.mark.filterwarnings("ignore:Expected a fused kernel for")
+@pytest.mark.parametrize("make", [LANS, clipped])
+def test_states_that_were_cast_to_16_bits_are_read_as_numbers(make):
+    found = []
+    for mode in ({"fused": True}, {"foreach": True}):
+        params = start()
+        optimizer = make(params, **mode)
+        for step in range(4):
+            give_gradients(params, step, none=False)
+            optimizer.step()
+            for name, kept in optimizer.state[params[0]].items():
+                if kept.shape == params[0].shape:
+                    optimizer.state[params[0]][name] = kept.bfloat16()
+        found.append(torch.cat([p.detach().flatten() for p in params]))
+    # Steps are below 0.1, and their last digit is an eighth bit.
+    torch.testing.assert_close(*found, rtol=0, atol=0.1 * 2**-8)
+
+
+def test_betas_that_change_in_place_are_looked_at():
+    optimizer = LANS(start(), betas=[0.9, 0.99])
+    optimizer.step()
+    optimizer.param_groups[0]["betas"][0] = 2.0
+    with pytest.raises(ValueError, match="betas"):
+        optimizer.step()
