@@ -150,7 +150,7 @@ class ParamBatch:
         return self.column(column)
 
     def _put_together(self) -> None:
-        """Finds what calls work on together."""
+        """Buckets of the parameters that go by multi-tensor calls, and the order of their sums."""
         together = [] if self.tables else places_of(self)
         self._bucketed, places = [self._bucket(own) for own in together], [*chain(*together)]
         # Where each parameter is in the sums of these, on the device; None: at its own place.
@@ -159,7 +159,7 @@ class ParamBatch:
         self._shared = {*chain(*(own for own in together if len(own) > 1))}
 
     def _remember(self, moments: Sequence[Sequence[Tensor]]) -> None:
-        """Keeps what must stay for the batch to be used again."""
+        """References and addresses by which later steps see whether the batch can be used again."""
         self._kept = self._state_tensors()
         # Whoever exchanges a parameter's states by their memory exchanges these as well.
         self._watched = [*chain(*moments, *self.scales, self._masters)]
@@ -245,7 +245,7 @@ class ParamBatch:
         return places, (index, counts) if len(places) > 1 else None
 
     def _lines(self, tensors: Sequence[Any]) -> list[Any]:
-        """Tensors with those that share a bucket as views with a single axis, where it goes."""
+        """Tensors of parameters, those that share a bucket as contiguous views with one axis."""
         found = [*tensors]
         for i in self._shared:
             if (t := found[i]) is not None and t.ndim != 1 and t.is_contiguous():

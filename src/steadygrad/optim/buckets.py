@@ -150,7 +150,7 @@ class Bucket:
         self._keep([self.own], [self.weights])
 
     def keep_moments(self, taken: Tensor) -> None:
-        """Writes moments to the parameters' own; as codes those that take the step, a column."""
+        """Writes moments to the parameters' own; codes only of parameters that take the step."""
         if not self.coded:
             self._keep(self._states, self.moments)
         # Of numbers there are no scales.

@@ -55,12 +55,12 @@ class Options(NamedTuple):
     eps: float
     weight_decay: float
     # On each element of LANS's normalised gradient.
-    clip_value: float = torch.inf
-    lr: float | Tensor = 0.0
+    clip_value: float
+    lr: float | Tensor
     # Least and greatest value of :math:`\phi`.
-    low: float = 0.0
-    high: float = torch.inf
-    adapt: bool = True  # whether there is a trust ratio
+    low: float
+    high: float
+    adapt: bool  # whether there is a trust ratio
 
 
 class Factors(NamedTuple):

@@ -55,7 +55,7 @@ class SkipMonitor:
             )
 
     def _skips_of_an_interval(self, skipped: Tensor) -> float:
-        """What the count of an interval ago had over the one before it; copies this one."""
+        """Skipped steps of the last interval that the host knows; copies the count of this one."""
         # Without both counts the skips of an interval are unknown.
         before, self._last = self._last, torch.nan
         if self._copied is not None and self._copied.event.query():

@@ -57,7 +57,7 @@ def test_every_16_bit_number_is_read_and_others_are_rounded_to_the_nearest(dtype
 
 
 def test_starts_beyond_two_to_the_31():
-    table = Table([3 * 2**31], FLOATS, 1)
+    table = Table([3 * 2**31], FLOATS, 1, (), [0])
     last = [0, 3 * 2**31 - CHUNK, CHUNK, 0, 3 * 2**31 // CHUNK, BLOCK]
     assert table.chunks[-1].tolist() == last
     assert table.chunks.dtype == np.int64

@@ -63,14 +63,14 @@ def _pointers(place: tl.tensor, here: tl.tuple) -> Any:
 
 @triton.jit
 def load(place: tl.tensor, here: tl.tuple) -> Any:
-    """A block as it is stored; zeros for what is not there."""
+    """Elements of a block as they are stored; zeros beyond the end of the tensor."""
     at = _pointers(place, here)
     return tl.load(at, mask=here[2], other=0) if here[4] else tl.load(at)
 
 
 @triton.jit
 def read(place: tl.tensor, here: tl.tuple) -> Any:
-    """A block of numbers; zeros for what is not there."""
+    """Elements of a block as numbers; zeros beyond the end of the tensor."""
     return _widened(load(place, here), place.dtype.element_ty)
 
 

@@ -273,7 +273,7 @@ def sum_kernel(
 
 @cache
 def prepare(one: Pass, types: Types, states: int, device: torch.device) -> None:
-    """Compiles a kernel and loads it, by runs over an empty tensor; raises what compilers raise."""
+    """Compiles and loads a kernel by running it over an empty tensor; compilers may raise."""
     coded = types[2] is torch.uint8
     table = Table([0], types, states * (1 + coded), [codes.BLOCK] * coded, [0], device)
     factors = torch.zeros(one.columns + 2, 1, dtype=torch.float64, device=device)

@@ -19,7 +19,7 @@ lengths_of = njit(error_model="numpy")(lengths)
 
 @block_of
 def constants_of(by: Any, given: Any, types: Any) -> Any:
-    """What moments move by, in the type of states: betas, what is left of one, and bounds."""
+    """Numbers that moments move by, in the type of states: betas, the rest of one, bounds."""
     state = types.state
     betas = state(given[0]), state(1 - given[0]), state(given[1]), state(1 - given[1])
     scales = types.number(given[-1]), state(by[1])

@@ -117,7 +117,7 @@ def block_of(function: Any) -> Any:
 
 
 def by_last(plain: Any, others: dict[Any, Any], **options: Any) -> Any:
-    """What is another function for some types of its last argument, or of that one's elements."""
+    """A function that is chosen by the type of its last argument, or of the argument's elements."""
 
     def chosen(*given: Any) -> Any: ...
 
@@ -161,7 +161,7 @@ def arguments(data: Any) -> Any:
 def go_over(
     block: Any, args: Any, row: Any, chunk: Any, by: Any, given: Any, types: Any, sums: Any
 ) -> Any:
-    """Adds up what a function returns for every piece of a chunk."""
+    """Adds up the sums that a function returns for each piece of a chunk."""
     stop = chunk[1] + chunk[2]
     for first in range(chunk[1], stop, chunk[5]):
         parts = block(args, row, first, min(chunk[5], stop - first), by, given, types)

@@ -51,12 +51,12 @@ class Table:
         sizes: Sequence[int],
         types: Types,
         states: int,
-        rows: Sequence[int] = (),
-        members: Sequence[int] = (),
+        rows: Sequence[int],
+        members: Sequence[int],
     ) -> None:
         self.types, self.lengths = types, np.asarray(sizes, np.int64)
         # Places of the tensors in the batch.
-        self.members = np.array(members or range(len(sizes)))
+        self.members = np.array(members)
         self.elements = int(self.lengths.sum())
         # A tensor without codes is one row.
         lines = np.array(rows or [2**40] * len(sizes), np.int64)
