@@ -61,11 +61,6 @@ class Monitor:
             self.printed = self.clock()
             self.write(" ".join(str(column.render(self.task)) for column in self.columns))
 
-    def skip(self, samples: int) -> None:
-        """Takes away work that is not needed."""
-        self.total -= samples
-        self.bar.update(self.task.id, total=self.total)
-
     def say(self, line: str) -> None:
         """Prints a line for the user, above the bar."""
         self.write(f"steadygrad: {printable(line)}")

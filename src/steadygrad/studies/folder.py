@@ -46,6 +46,9 @@ class Results:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
+    def __len__(self) -> int:
+        return len(self._by_key)
+
     def __iter__(self) -> Iterator[Result]:
         return (self._by_key[key] for key in sorted(self._by_key))
 

@@ -37,7 +37,6 @@ from steadygrad.studies.work import (
     Coordinator,
     Monitor,
     Workplace,
-    finished,
     make_trainer,
     recorded_trainer,
     trials_of,
@@ -235,8 +234,7 @@ def resume(
     settings = _agreed(run, name, given)
     header = msgspec.structs.replace(run.header, settings=settings)
     with understanding(folder):
-        trials = trials_of(header, run.results)
-        complete = len(finished(header.study, trials, run.results)) == len(trials)
+        complete = not trials_of(header, run.results)
         summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:

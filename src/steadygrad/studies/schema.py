@@ -115,10 +115,48 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     time: Mapping[str, NonNegative] = {}
 
     @property
+    def work(self) -> int:
+        """About as many samples as were trained on."""
+        return 0
+
+    @property
     def key(self) -> Key:
         """The kind and the values of the key fields."""
         kind = str(self.__struct_config__.tag)
         return (kind, *(getattr(self, field) for field in self.key_fields))
+
+
+class Training(Result, frozen=True, tag="training"):
+    """One training of an arm.
+
+    Attributes:
+        arm: Number of the arm in the plan's list.
+        samples: Length of the training; 0 where a command or a function decides.
+        step: Octaves of the learning rate above the arm's own.
+        seed: Number of the seed; trainings with one seed are pairs.
+        lr: Peak learning rate; 0 where a command or a function decides.
+        loss: The metric at the end; infinite if the training diverged or failed.
+        curve: Samples seen and validation loss on the way, and at the end.
+        failure: Why there is no metric; empty where there is, and of one that diverged.
+        again: The metric of a function that is called with the first pair's seed once more.
+    """
+
+    key_fields = ("arm", "samples", "step", "seed")
+
+    arm: Count
+    samples: Count
+    step: Annotated[float, Meta(ge=-64, le=64)]
+    seed: Count
+    lr: NonNegative
+    loss: float
+    curve: tuple[tuple[float, float], ...] = ()
+    failure: str = ""
+    again: float | None = None
+
+    @property
+    def work(self) -> int:
+        """The length; 1 for a command or a function."""
+        return self.samples or 1
 
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,9 +234,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     def rise(self, results: Iterable[Any]) -> str:
         """The answer where ``Task.evaluate`` rises and ends no training lower; empty elsewhere."""
         alike, first, inf = "Task.start" in self.task.provenance, self.first_value, math.inf
-        # Other repeats begin with other weights.
-        runs = (run for run in results if getattr(run, "loss", inf) < inf)
-        ends = [run.loss for run in runs if alike or not run.repeat]
+        # Other seeds begin with other weights.
+        runs = (run for run in results if isinstance(run, Training) and run.loss < inf)
+        ends = [run.loss for run in runs if alike or not run.seed]
         if first is None or not ends or not min(ends) >= first < (most := max(ends)):
             return ""
         rise = f"Task.evaluate falls in no training, and rises from {show(first)} to {show(most)}"

@@ -4,21 +4,20 @@ import json
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.checkpoint import Checkpoints, State
+from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
@@ -32,9 +31,9 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.schema import Header, Key, Result
+from steadygrad.studies.schema import Header, Result
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Job, Trial, evaluation_cost, tails
+from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
 from steadygrad.tasks.guard import reason
 
@@ -62,18 +61,15 @@ class Workplace:
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 
-    def state(self, name: str, samples: int, again: Callable[[], object]) -> State:
-        """The state after ``samples``: read, or trained ``again`` by the trial that leaves it."""
-        found = self.checkpoints.load(name, samples)
-        # On every rank or on none: training again takes all of them.
-        if all(self.trainer.context.gather(found is not None)) and found is not None:
-            return found
-        again()
-        return self.trainer.state(samples)
-
     def evaluate(self) -> float:
-        """The validation loss; its cost counts as work that is done."""
+        """The validation loss; its cost counts as work that is done.
+
+        Where the optimizer has other weights for that, as schedule-free ones have, of those.
+        """
+        optimizer: Any = self.trainer.optimizer
+        getattr(optimizer, "eval", lambda: None)()
         loss = self.trainer.evaluate()
+        getattr(optimizer, "train", lambda: None)()
         self.advance(evaluation_cost(len(self.trainer.task.valid)), "")
         return loss
 
@@ -87,56 +83,36 @@ class Monitor(Protocol):
     def advance(self, samples: int, what: str) -> None:
         """Called as work is done, with the trials that it was done on."""
 
-    def skip(self, samples: int) -> None:
-        """Called where planned work is not needed."""
-
     def say(self, line: str) -> None:
         """A line for the user, such as a warning."""
 
 
-def key_of(study: str, job: Job) -> Key:
-    """The key of the result that a job gives."""
-    kind, union = job["kind"], module_of(study, "schema").RESULTS
-    types = {each.__struct_config__.tag: each for each in get_args(union) or (union,)}
-    return (kind, *(job[name] for name in types[kind].key_fields))
-
-
 def trials_of(header: Any, results: Results) -> list[Trial]:
-    """The trials of a run that are known; the results may call for more."""
-    found: list[Trial] = module_of(header.study, "trials").trials_of(header, results)
-    return found
+    """The trials that a run still needs and that can run now, the most useful first.
+
+    Which these are is a pure function of the results: neither the number of workers nor an
+    interruption changes it.
+    """
+    wanted: list[Trial] = module_of(header.study, "trials").trials_of(header, results)
+    found = {trial.key: trial for trial in wanted if trial.key not in results}
+    return [*found.values()]
 
 
-def finished(study: str, trials: Sequence[Trial], results: Results) -> set[Key]:
-    """Keys of the trials whose results are there, or that have nothing to do."""
-    done: set[Key] = set()
-    for trial in trials:
-        if done.issuperset(trial.needs):
-            job = trial.job(results)
-            if job is None or key_of(study, job) in results:
-                done.add(trial.key)
-    return done
-
-
-def work_on(job: Job, place: Workplace) -> Result:
-    """Does one job, with smaller micro-batches where memory runs out."""
+def work_on(trial: Trial, place: Workplace) -> Result:
+    """Does one trial, with smaller micro-batches where memory runs out."""
     began, trainer, header = time.monotonic(), place.trainer, place.header
-    # An earlier job may have halved them; that must not change this job's results.
+    # An earlier trial may have halved them; that must not change this one's results.
     trainer.micro_batch_size = header.runtime.micro_batch_size
-    trial = module_of(header.study, "trials").TRIALS[job["kind"]]
-    parameters = {name: value for name, value in job.items() if name != "kind"}
-    result: Result = trainer.by_halves(lambda: trial(header.plan, place, **parameters))
+    kind, *values = trial.key
+    function = module_of(header.study, "trials").TRIALS[kind]
+    result: Result = trainer.by_halves(lambda: function(header.plan, place, *values, **trial.given))
     seconds = {"seconds": round(time.monotonic() - began, 3)}
     return msgspec.structs.replace(result, time={**seconds, **result.time})
 
 
 @dataclass
 class Coordinator:
-    """Runs the trials of a study: side by side in the workers of ``pool``, or else in ``place``.
-
-    Workers take first what begins the longest chain; without them the order is the plan's, the
-    same on every rank.
-    """
+    """Runs the trials of a study: side by side in the workers of ``pool``, or else in ``place``."""
 
     results: Results
     folder: Path
@@ -145,21 +121,12 @@ class Coordinator:
     monitor: Monitor
 
     def __post_init__(self) -> None:
-        header, trials = self.place.header, trials_of(self.place.header, self.results)
-        costs = {trial.key: trial.cost for trial in trials}
-        # Samples of each trial that the monitor knows to be done.
-        done = finished(header.study, trials, self.results)
-        self.told = Counter({key: costs[key] for key in done})
-        self.key_of = partial(key_of, header.study)
+        self.open = trials_of(self.place.header, self.results)
+        done = sum(result.work for result in self.results)
         # Results may call for more trials than are known.
-        total = max(header.plan.work, sum(costs.values()))
-        self.monitor.begin(total, self.told.total())
-        self.open: list[Trial] = []
-        # Jobs of the trials whose needs are met; None where there is nothing to do.
-        self.jobs: dict[Key, Job | None] = {}
-        # Trials whose result is there, or that have nothing to do.
-        self.done: set[Key] = set()
-        self.running: dict[Future[Result], tuple[Trial, Job]] = {}
+        missing = sum(trial.cost for trial in self.open)
+        self.monitor.begin(max(self.place.header.plan.work, done + missing), done)
+        self.running: dict[Future[Result], Trial] = {}
         self.renewed = False
 
     def run(self) -> None:
@@ -172,61 +139,40 @@ class Coordinator:
         try:
             with suppress(OSError):
                 (self.folder / STOP_FILE).unlink()
-            while self._find_open():
+            while self.open:
                 self.place.trainer.context.poll()
                 self._submit()
-                self._collect()
+                if self._collect():
+                    self.open = trials_of(self.place.header, self.results)
         finally:
             if self.pool:
                 self._stop(self.pool)
 
-    def _find_open(self) -> bool:
-        """Whether a trial is open; those that have ended meanwhile are none."""
-        trials = trials_of(self.place.header, self.results)
-        if self.pool and any(trial.needs for trial in trials):
-            chains = tails(trials)
-            trials = sorted(trials, key=lambda trial: -chains[trial.key])
-        for trial in trials:
-            if trial.key in self.done or not self.done.issuperset(trial.needs):
-                continue
-            if trial.key not in self.jobs:
-                self.jobs[trial.key] = trial.job(self.results)
-            job = self.jobs[trial.key]
-            if job is None or self.key_of(job) in self.results:
-                self.done.add(trial.key)
-                if rest := trial.cost - self.told[trial.key]:
-                    self.monitor.skip(rest)
-        self.open = [trial for trial in trials if trial.key not in self.done]
-        return bool(self.open)
-
     def _submit(self) -> None:
-        # Two trials may ask for the same result.
-        busy = {self.key_of(job) for _, job in self.running.values()}
+        busy = {trial.key for trial in self.running.values()}
         most = self.pool.count() if self.pool else 1
         for trial in self.open:
-            job = self.jobs.get(trial.key)
-            if job and len(self.running) < most and self.key_of(job) not in busy:
-                busy.add(self.key_of(job))
-                self._start(trial, job)
+            if len(self.running) < most and trial.key not in busy:
+                self._start(trial)
 
-    def _start(self, trial: Trial, job: Job) -> None:
+    def _start(self, trial: Trial) -> None:
         if self.pool:
             folder, files = str(self.folder.resolve()), dumps(self.place.files)
-            future = self.pool.submit(run_job, folder, dict(job), files)
+            future = self.pool.submit(run_trial, folder, trial, files)
         else:
             future = Future()
-            self.place.advance = partial(self._advance, trial)
-            with _naming(trial, job):
-                future.set_result(work_on(job, self.place))
-        self.running[future] = trial, job
+            self.place.advance = self.monitor.advance
+            with _naming(trial):
+                future.set_result(work_on(trial, self.place))
+        self.running[future] = trial
 
-    def _collect(self) -> None:
-        """Takes the results of trials that have ended."""
+    def _collect(self) -> bool:
+        """Takes the results of trials that have ended; whether there are any."""
+        before, lost = len(self.results), None
         wait(self.running, 0.2, FIRST_COMPLETED)
-        lost: Exception | None = None
         for future in [future for future in self.running if future.done()]:
             try:
-                with _naming(*self.running[future]):
+                with _naming(self.running[future]):
                     found = future.result()
             except (StudyInterrupted, InputError) as error:
                 del self.running[future]
@@ -238,6 +184,7 @@ class Coordinator:
                 self._take(future, found)
         if lost is not None:
             self._again(lost)
+        return len(self.results) > before
 
     def _again(self, error: Exception) -> None:
         """Starts the trials anew that were lost with their workers, once."""
@@ -251,20 +198,16 @@ class Coordinator:
         self.monitor.say(f"workers were lost ({reason(error)}): their trials are tried once more.")
         self.pool.renew()
         lost, self.running = self.running, {}
-        for trial, job in lost.values():
-            self._start(trial, job)
+        for trial in lost.values():
+            self._start(trial)
 
     def _take(self, future: "Future[Result]", result: Result) -> None:
-        trial, _ = self.running.pop(future)
+        trial = self.running.pop(future)
         self.results.add(result)
         if self.place.trainer.context.is_main:
             write_result(self.folder, result, self.place.run)
         if self.pool:
-            self._advance(trial, trial.cost, trial.what)
-
-    def _advance(self, trial: Trial, samples: int, what: str) -> None:
-        self.told[trial.key] += samples
-        self.monitor.advance(samples, what)
+            self.monitor.advance(trial.cost, trial.what)
 
     def _stop(self, pool: Workers) -> None:
         """Lets running trials notice the end, keeps finished ones, and ends the workers."""
@@ -281,25 +224,25 @@ class Coordinator:
 
 
 @contextmanager
-def _naming(trial: Trial, job: Job) -> Iterator[None]:
+def _naming(trial: Trial) -> Iterator[None]:
     """Says in an error of a trial which one it was."""
     try:
         yield
     except InputError as error:
-        error.args = (f"{trial.called(job)}: {error}",)
+        error.args = (f"{trial.what}: {error}",)
         raise
 
 
 _lock = threading.Lock()
 
 
-def run_job(folder: str, job: Job, files: str) -> Result:
-    """Does one job in a worker process; ``files`` are places of the user's functions, as JSON."""
+def run_trial(folder: str, trial: Trial, files: str) -> Result:
+    """Does one trial in a worker process; ``files``: places of the user's functions, as JSON."""
     # A cluster's worker may have several threads, and torch's seed is global. What a task prints
     # must not mix with --json where the workers are threads or inherit standard output.
     with _lock, redirect_stdout(sys.stderr):
         # A cluster's workers outlive a run, and another one may be in its folder.
-        return work_on(job, _worker(folder, identity(Path(folder)), files))
+        return work_on(trial, _worker(folder, identity(Path(folder)), files))
 
 
 @lru_cache(maxsize=1)

@@ -108,6 +108,11 @@ class Part(Result, frozen=True, tag="part"):
     largest: dict[str, dict[str, float]]
     forward: dict[str, Count] = msgspec.field(default_factory=dict)
 
+    @property
+    def work(self) -> int:
+        """Its share of the samples so far."""
+        return self.samples // (self.part + 1)
+
 
 class Phase(Result, frozen=True, tag="phase"):
     """Validation loss at the end of a phase; None where it is not finite."""

@@ -16,7 +16,7 @@ from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_expo
 from steadygrad.scale.layers import automatic_layers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
-from steadygrad.studies.inspect.plan import make_plan, make_trials, steps_of
+from steadygrad.studies.inspect.plan import make_plan, next_trials, steps_of
 from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
@@ -37,8 +37,8 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The parts of each phase, and an evaluation after the first phase and the last."""
-    return make_trials(header.plan, header.task.valid_size)
+    """The next parts of phases, and an evaluation after the first phase and the last."""
+    return [*next_trials(header.plan, header.task.valid_size, results)]
 
 
 def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **scales: Any) -> Part:
@@ -90,8 +90,11 @@ def _enter(
     trainer, state, last = place.trainer, None, parts - 1
     if parts:
         samples = steps_of(plan, last)[1] * plan.batch_size
-        again = partial(part, plan, place, phase, last, **scales)
-        state = place.state(f"{phase}-{last}", samples, again)
+        state = place.checkpoints.load(f"{phase}-{last}", samples)
+        # On every rank or on none: training again takes all of them.
+        if not all(trainer.context.gather(state is not None)):
+            part(plan, place, phase, last, **scales)
+            state = trainer.state(samples)
     given = partial(scalers.given_scales, **scales)
     trainer.scaling = scalers.searched_scales if phase == SEARCH else given
     if "torch._dynamo" in sys.modules:

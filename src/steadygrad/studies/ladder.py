@@ -1,0 +1,93 @@
+"""The search for an arm's learning rate: a ladder of octaves, and a parabola through the best."""
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+
+from steadygrad.studies.paired import MOST, Evidence
+
+# Octaves around the best rate; the first three that are tried are around the arm's own.
+NEAR = (-1, 0, 1)
+# Most octaves from the arm's own rate that a search goes.
+FARTHEST = 6
+# The seeds of a search: no pair has one, so that no choice favours an arm.
+SEEDS = range(MOST, MOST + 2)
+# Trainings that most searches take.
+USUAL = 4 * len(SEEDS)
+
+
+class Ladder:
+    """Mean losses of an arm by octave from its own learning rate, over trainings of one length.
+
+    It has three octaves, and more until the best one has a worse one on either side.
+
+    Attributes:
+        losses: By octave, ascending; None: not trained yet.
+        missing: Octaves and seeds that are to be trained next.
+    """
+
+    def __init__(self, evidence: Evidence, arm: int, samples: int) -> None:
+        self._evidence, self._arm, self._samples = evidence, arm, samples
+        steps = [*NEAR]
+        while True:
+            self.losses = {step: self._loss(step) for step in steps}
+            if None in self.losses.values():
+                break
+            if self.best == steps[0] > -FARTHEST:
+                steps.insert(0, self.best - 1)
+            elif self.best == steps[-1] < FARTHEST:
+                steps.append(self.best + 1)
+            else:
+                break
+
+    def _tried(self, step: float) -> Mapping[int, float]:
+        runs = self._evidence.trainings(self._arm, self._samples, step)
+        return {seed: run.loss for seed, run in runs.items()}
+
+    def _loss(self, step: int) -> float | None:
+        found = self._tried(step)
+        return fmean(found[seed] for seed in SEEDS) if {*SEEDS} <= {*found} else None
+
+    @property
+    def missing(self) -> Iterator[tuple[int, int]]:
+        for step in self.losses:
+            found = self._tried(step)
+            yield from ((step, seed) for seed in SEEDS if seed not in found)
+
+    @property
+    def best(self) -> int:
+        """The octave of the lowest loss; of equals, the one nearest to the arm's own rate."""
+        known = {step: loss for step, loss in self.losses.items() if loss is not None}
+        return min(known, key=lambda step: (known[step], abs(step), step))
+
+    @property
+    def is_interior(self) -> bool:
+        """Whether the best octave has a worse one on either side."""
+        return -FARTHEST < self.best < FARTHEST and self.bend > 0
+
+    @property
+    def bend(self) -> float:
+        """Second difference of the losses around the best octave; infinite if one of them is."""
+        below, at, above = self._near()
+        return below - 2 * at + above if at < math.inf else math.inf
+
+    def _near(self) -> list[float]:
+        found = (self.losses.get(self.best + side) for side in NEAR)
+        return [math.inf if loss is None else loss for loss in found]
+
+    @property
+    def tuned(self) -> float | None:
+        """Octaves of the best rate above the arm's own; None while that is not known.
+
+        It is where the parabola through the lowest loss and its neighbours has its minimum, to a
+        quarter of an octave, so that no arm profits from where its ladder begins. It is lower where
+        a training at that rate diverged.
+        """
+        if None in self.losses.values():
+            return None
+        (below, _, above), step = self._near(), float(self.best)
+        if 0 < self.bend < math.inf:
+            step += round(2 * (below - above) / self.bend) / 4
+        while math.inf in self._tried(step).values():
+            step -= 0.25
+        return step

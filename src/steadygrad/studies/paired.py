@@ -1,0 +1,164 @@
+r"""One test of paired differences for all studies: it stays valid however often one looks.
+
+With :math:`S` and :math:`V` the sums of :math:`d_i - \mu` and of its squares over :math:`n` pairs,
+the interval has all :math:`\mu` with
+
+.. math:: (1 + g n)^{-1/2} (1 - g S^2 / ((1 + g n) W))^{-(n + \nu) / 2} < 1 / \alpha
+
+where :math:`W = V + \nu s^2` for a variance :math:`s^2` that comes from elsewhere, with
+:math:`\nu` degrees of freedom (else :math:`\nu = 0`). For normal differences all intervals, however
+many, hold together with the probability :math:`1 - \alpha`. :math:`g` is the variance of the
+effects, over that of one difference, at which the test is fastest.
+
+``benchmarks/ab_truth.py`` tries other distributions, other values of :math:`g`, and other tests.
+
+References:
+    | Anytime-Valid t-Tests and Confidence Sequences for Gaussian Means with Unknown Variance
+    | (Wang and Ramdas, 2024), https://arxiv.org/abs/2310.03722
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steadygrad.studies.folder import Results
+from steadygrad.studies.schema import Training
+
+Floats = NDArray[np.float64]
+
+ALPHA = 0.05
+# Of all values, 2 takes the fewest pairs for effects of half a deviation to four of them together.
+EFFECT_VARIANCE = 2.0
+# Pairs of the first look and of the last.
+FIRST, MOST = 3, 64
+# More pairs than anybody runs.
+BEYOND = 10_000
+
+
+def next_look(pairs: int, most: int = MOST) -> int:
+    """Pairs of the next look, a quarter more and at most so many; 0 where there is none.
+
+    Trials up to a look can run side by side, and all that they change is known at the look.
+    """
+    return min(max(FIRST, pairs + max(1, pairs // 4)), most) if pairs < most else 0
+
+
+def looked(pairs: int) -> int:
+    """Pairs of the last look; 0 before the first."""
+    look = 0
+    while 0 < (following := next_look(look)) <= pairs:
+        look = following
+    return look
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A variance of the differences that comes from elsewhere.
+
+    ``freedom``: the degrees of freedom that it counts for.
+
+    References:
+        | Linear Models and Empirical Bayes Methods for Assessing Differential Expression
+        | (Smyth, 2004), https://doi.org/10.2202/1544-6115.1027
+    """
+
+    variance: float = 0.0
+    freedom: float = 0.0
+
+
+NOTHING = Prior()
+
+
+def half_width(pairs: Floats, variance: Any, alpha: float, prior: Prior = NOTHING) -> Floats:
+    """From the mean to the interval's ends; infinite for too few pairs.
+
+    ``variance``: that of the pairs' own differences; it broadcasts with ``pairs``.
+    """
+    g, freedom = EFFECT_VARIANCE, pairs + prior.freedom
+    limit = -np.expm1(-(2 * math.log(1 / alpha) + np.log1p(g * pairs)) / freedom)
+    margin = g * pairs / (1 + g * pairs) - limit
+    squares = prior.freedom * prior.variance + (pairs - 1) * variance
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = limit / (pairs * margin)
+    return np.asarray(np.where(margin > 0, np.sqrt(np.abs(ratio) * squares), np.inf))
+
+
+def intervals(differences: Floats, alpha: float, choice: float = 0.0) -> tuple[Floats, Floats]:
+    """Mean and half width after each pair, for differences of shape ``(*, pairs)``.
+
+    ``choice``: variance that all differences have in common, such as that of learning rates that
+    were chosen by noisy runs.
+    """
+    n = np.arange(1.0, 1 + differences.shape[-1])
+    # From the first one: squares of large numbers would lose small deviations.
+    shifted = differences - differences[..., :1]
+    mean = shifted.cumsum(-1) / n
+    squares = np.maximum((shifted**2).cumsum(-1) - n * mean**2, 0.0)
+    variance = squares / np.maximum(n - 1, 1)
+    half = half_width(n, variance, alpha)
+    # As many standard errors, of a mean that has the common variance too.
+    wider = np.divide(choice * n, variance, out=np.zeros_like(variance), where=variance > 0)
+    return differences[..., :1] + mean, half * np.sqrt(1 + wider)
+
+
+def interval(
+    differences: Floats, alpha: float = ALPHA, prior: Prior = NOTHING
+) -> tuple[Floats, Floats, Floats]:
+    """Mean of differences of shape ``(*, pairs)``, and the ends of its interval."""
+    pairs, mean = differences.shape[-1], differences.mean(-1)
+    half = half_width(np.float64(pairs), differences.var(-1, ddof=1), alpha, prior)
+    return mean, np.asarray(mean - half), np.asarray(mean + half)
+
+
+def pairs_needed(
+    mean: float, variance: float, alpha: float, smallest: float = 0.0, prior: Prior = NOTHING
+) -> int | None:
+    """Pairs that should tell if mean and variance stay as they are; None beyond ten thousand.
+
+    ``smallest``: the smallest difference that matters.
+    """
+    half = half_width(np.arange(1.0, BEYOND + 1), variance, alpha, prior)
+    tells = (half < abs(mean)) | (abs(mean) + half <= smallest)
+    return 1 + int(tells.argmax()) if tells.any() else None
+
+
+class Course(NamedTuple):
+    """A comparison after each pair: arrays of the shape ``(*, pairs)``.
+
+    ``mean`` is B's minus A's: of the metric or, once a run has ``failed``, of the share of failed
+    runs; ``half`` is the half width of its interval.
+    """
+
+    mean: Floats
+    half: Floats
+    failed: Any
+
+
+def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
+    """Compares metrics pair by pair; NaN is a run that failed. ``choice``: as above."""
+    failed = np.logical_or.accumulate(np.isnan(a) | np.isnan(b), -1)
+    apart, first, rounding = b - a, (b - a)[..., :1], 1e-12 * np.maximum(abs(a), abs(b))
+    apart = np.where(abs(apart - first) <= rounding, first, apart)
+    of_metric = intervals(np.where(failed, 0.0, apart), alpha, choice)
+    of_failures = intervals(np.isnan(b).astype(float) - np.isnan(a), alpha)
+    mean, half = (np.where(failed, *ends) for ends in zip(of_failures, of_metric, strict=True))
+    return Course(mean, half, failed)
+
+
+class Evidence:
+    """The trainings of a run: of each arm, over each length, at each rate, by seed."""
+
+    def __init__(self, header: Any, results: Results) -> None:
+        self.header, self.plan, self.task = header, header.plan, header.task
+        self.settings, self.results = header.settings, results
+        self._found: dict[tuple[int, int, float], dict[int, Training]] = {}
+        for one in results.select(Training):
+            self._found.setdefault((one.arm, one.samples, one.step), {})[one.seed] = one
+
+    def trainings(self, arm: int, samples: int, step: float = 0.0) -> Mapping[int, Training]:
+        """By number of the seed, those at so many octaves from the arm's own rate."""
+        return self._found.get((arm, samples, step), {})
