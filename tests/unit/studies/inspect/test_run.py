@@ -161,6 +161,6 @@ def test_checkpoints_that_may_be_needed_are_kept_and_lost_ones_trained_again(
     assert dumps(outcome.summary) == dumps(complete.summary)
     # It would say so if a part that is trained again gave other numbers.
     assert watcher.lines == []
-    # Evaluations that were done before are not counted.
-    assert 0 <= watcher.total - watcher.done <= 44
+    # What was evaluated before is not counted, and what is trained again counts twice.
+    assert abs(watcher.total - watcher.done) <= 44
     assert lines(folder) == lines(complete.folder)
