@@ -119,11 +119,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
         """About as many samples as were trained on."""
         return 0
 
+    @classmethod
+    def kind(cls) -> str:
+        """The name of the kind, first in its key."""
+        return str(cls.__struct_config__.tag)
+
     @property
     def key(self) -> Key:
         """The kind and the values of the key fields."""
-        kind = str(self.__struct_config__.tag)
-        return (kind, *(getattr(self, field) for field in self.key_fields))
+        return (self.kind(), *(getattr(self, field) for field in self.key_fields))
 
 
 class Training(Result, frozen=True, tag="training"):

@@ -56,9 +56,6 @@ class Watcher:
         if self._at and before < self._at <= self.done:
             self._call()
 
-    def skip(self, samples):
-        self.advance(samples, "")
-
     def say(self, line):
         self.lines.append(line)
 

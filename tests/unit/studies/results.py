@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from steadygrad.studies.advise import schema as advise
-from steadygrad.studies.advise.schema import Branch, Noise, Plan, Settings
+from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan, Settings
 from steadygrad.studies.folder import (
     HEADER,
     Run,
@@ -19,7 +19,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo
+from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo, Training
 from steadygrad.studies.trials import Trial
 
 TASK = TaskInfo(
@@ -46,18 +46,7 @@ RUNTIME = Runtime(
     micro_batch_size=64,
     workers=1,
 )
-PLAN = Plan(
-    batch_size=4,
-    samples=256,
-    points=(64, 256),
-    branch_samples=(96, 192),
-    multiples=((1, 2, 4), (1, 2, 4)),
-    noise_steps=(2, 2),
-    repeats=2,
-    seeds=3,
-    samples_per_second=200.0,
-    work=10_628,
-)
+PLAN = Plan(arms=(4, 6, 8, 16), samples=256, seeds=4, samples_per_second=200.0, work=10_628)
 
 
 def changed(value: Any, **fields: Any) -> Any:
@@ -65,9 +54,7 @@ def changed(value: Any, **fields: Any) -> Any:
     return msgspec.structs.replace(value, **fields)
 
 
-SMALL = changed(
-    PLAN, samples=128, points=(64, 128), branch_samples=(64, 64), multiples=((1, 2), (1, 2))
-)
+SMALL = changed(PLAN, arms=(4, 8), samples=128)
 
 
 def make_header(
@@ -87,25 +74,20 @@ def make_header(
     return kind(**{**common, **parts, **described, **fields})
 
 
-def make_noise(point: int = 0, **fields: Any) -> Noise:
-    numbers = {"value": 40.0, "low": 30.0, "high": 60.0, "grad_sq_norm": 0.5, "noise_trace": 20.0}
-    counts = {"measurements": 8, "effective": 8.0, "samples": 256}
-    return Noise(**{"point": point, "resolved": True, **numbers, **counts, **fields})
+def make_noise(value: float = 40.0, samples: int = 256) -> Noise:
+    numbers = {"low": 30.0, "high": 60.0, "grad_sq_norm": 0.5, "noise_trace": 20.0}
+    at = NoiseAt(samples=samples, value=value, resolved=True, measurements=8, **numbers)
+    return Noise(samples=samples, points=(at,))
 
 
-def make_branch(loss: float = 0.9, *, batch_size: int = 4, **fields: Any) -> Branch:
-    known = {"point": 0, "repeat": 0, "lr": 0.001, "samples": 64, "curve": ()}
-    steps = 64 // batch_size
-    return Branch(**{"loss": loss, "batch_size": batch_size, "steps": steps, **known, **fields})
+def make_training(loss: float = 0.9, *, arm: int = 0, seed: int = 0, **fields: Any) -> Training:
+    known = {"samples": 256, "step": 0.0, "lr": 0.001, "curve": ((256.0, loss),)}
+    return Training(**{"loss": loss, "arm": arm, "seed": seed, **known, **fields})
 
 
-def job(number: int, loss: float | None = None) -> dict[str, Any]:
-    return {"kind": "point", "point": number, "loss": loss}
-
-
-def trial(number: int, *needs: int, cost: int = 10) -> Trial:
-    keys = tuple(("point", need) for need in needs)
-    return Trial(("point", number), cost, lambda results: job(number), f"trial {number}", keys)
+def trial(number: int, cost: int = 10) -> Trial:
+    """One that gives the training of an arm."""
+    return Trial(("training", number, 256, 0.0, 0), cost, f"trial {number}")
 
 
 def write(folder: Path, *results: Result, summary: dict[str, Any] | None = None) -> Run:

@@ -1,6 +1,5 @@
 """Types of ``advise``: what is chosen and planned, what trials give, and what is concluded."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -8,7 +7,16 @@ import msgspec
 from msgspec import Meta
 
 from steadygrad.studies import schema
-from steadygrad.studies.schema import Count, Dtype, Few, Finding, Positive, PositiveFloat, Result
+from steadygrad.studies.schema import (
+    Count,
+    Dtype,
+    Few,
+    Finding,
+    Positive,
+    PositiveFloat,
+    Result,
+    Training,
+)
 
 TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
 KEEP = (
@@ -18,9 +26,6 @@ KEEP = (
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
 TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = "Most seeds of each batch size, 3 to 64. 0 or auto: as many as the budget allows."
-
-Curve = tuple[tuple[Count, float], ...]
-"""Pairs of samples seen and validation loss."""
 
 # For `--help`.
 EXAMPLE = "steadygrad advise digits-deep --tolerance 0.5 --workers 4"
@@ -42,33 +47,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
     Attributes:
-        batch_size: The task's own, in samples.
+        arms: Batch sizes that can be tried, ascending; the first is the task's own, the reference.
         samples: Length of the training that the advice is for, at most.
-        points: Samples seen by the main trajectory at each point of training.
-        branch_samples: Samples of each branch from each point.
-        multiples: Batch sizes of the branches from each point, as multiples of ``batch_size``.
-        noise_steps: Measurements of the noise scale at each point.
-        repeats: Data orders of each branch.
-        seeds: Most trainings from the initial weights with each batch size.
+        seeds: Most trainings of an arm.
         samples_per_second: Training speed of one trial that the plan reckons with.
         work: Samples of the smallest batch that the budget has time for.
     """
 
-    batch_size: Positive
+    arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     samples: Positive
-    points: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
-    branch_samples: tuple[Positive, ...]
-    multiples: tuple[Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)], ...]
-    noise_steps: tuple[Positive, ...]
-    repeats: Few
     seeds: Few
     samples_per_second: PositiveFloat
     work: Positive
 
     @property
+    def batch_size(self) -> int:
+        """The task's own."""
+        return self.arms[0]
+
+    @property
     def largest_batch(self) -> int:
-        """Samples of the largest batch that is tried."""
-        return max(row[-1] for row in self.multiples) * self.batch_size
+        """Samples of the largest batch that can be tried."""
+        return self.arms[-1]
 
 
 class Header(schema.Header, frozen=True, kw_only=True):
@@ -78,21 +78,10 @@ class Header(schema.Header, frozen=True, kw_only=True):
     plan: Plan
 
 
-class Point(Result, frozen=True, tag="point"):
-    """The main trajectory has reached a point of training."""
+class NoiseAt(msgspec.Struct, frozen=True, kw_only=True):
+    """Gradient noise scale after so many samples; fields as in ``NoiseEstimate``."""
 
-    key_fields = ("point",)
-    point: Count
     samples: Positive
-    steps: Count
-    valid_loss: float
-
-
-class Noise(Result, frozen=True, tag="noise"):
-    """Gradient noise scale at a point; fields as in ``NoiseEstimate``."""
-
-    key_fields = ("point",)
-    point: Count
     value: float
     low: float
     high: float
@@ -100,125 +89,31 @@ class Noise(Result, frozen=True, tag="noise"):
     noise_trace: float
     resolved: bool
     measurements: Count
-    effective: float
-    samples: Count
 
 
-class Branch(Result, frozen=True, tag="branch"):
-    """One branch: training on from a point with another batch size.
+class Noise(Result, frozen=True, tag="noise"):
+    """Gradient noise scales along the reference training with the first seed."""
 
-    Attributes:
-        repeat: Number of the data order.
-        samples: Samples that ``loss`` stands for.
-        loss: Mean validation loss near the end; infinite if it diverged.
-        curve: Validation losses of the smallest batch on the way.
-    """
-
-    key_fields = ("point", "repeat", "batch_size")
-    point: Count
-    repeat: Count
-    batch_size: Positive
-    lr: PositiveFloat
-    steps: Count
+    key_fields = ("samples",)
     samples: Positive
-    loss: float
-    curve: Curve
+    points: tuple[NoiseAt, ...]
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of a batch-size schedule, from a number of samples on."""
-
-    from_samples: Count
-    batch_size: Positive
-    lr: PositiveFloat
-
-
-class Scratch(Result, frozen=True, tag="scratch"):
-    """One training from the initial weights.
-
-    Attributes:
-        course: Batch size, or sizes, as ``plan.course_of`` names them.
-        repeat: Number of the seed.
-        rate: Learning rate over the one that the task's rule gives for the batch size.
-        batch_size: The last one, in samples.
-        warmup_samples: Samples over which the learning rate rises from the task's own.
-        place: Samples that ``loss`` stands for.
-        loss: Mean validation loss near the end; infinite if the run diverged.
-        curve: The same at all lengths that were passed on the way, ascending.
-    """
-
-    key_fields = ("course", "repeat", "rate", "samples")
-    course: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(-[1-9][0-9]*@[1-9][0-9]*)*$")]
-    repeat: Count
-    rate: PositiveFloat
-    samples: Positive
-    batch_size: Positive
-    stages: tuple[Stage, ...]
-    warmup_samples: Count
-    steps: Count
-    place: PositiveFloat
-    loss: float
-    curve: tuple[tuple[PositiveFloat, float], ...]
-
-
-RESULTS = Point | Noise | Branch | Scratch
+RESULTS = Training | Noise
 
 
 def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Describes the error of a result about a point that the plan does not have."""
-    points, point = len(header.plan.points), getattr(result, "point", 0)
-    expected = f"'point' to be below {points}, the number of points planned"
-    return (expected, str(point)) if point >= points else None
-
-
-class Critical(msgspec.Struct, frozen=True, kw_only=True):
-    """The critical batch size at one point of training.
-
-    Attributes:
-        within: Largest batch size that was trained within the tolerance.
-        beyond: Smallest one that was not; infinite if all were.
-        value: By interpolation; NaN when the smallest batch's loss did not fall.
-        low: Lower end of the 95% interval, at most ``within``.
-        high: Upper end, at least ``beyond``.
-        diverged: Smallest batch size that diverged; None if none did. Where the loss is flat, only
-            a loss that is not finite counts.
-        fall: Fall of the smallest batch's loss over the branch, in standard errors; 0 where it is
-            within rounding of the loss.
-        known: Whether the interval is narrow enough to name a batch size.
-        safe: Largest batch size tried that is within the tolerance, also at the interval's end; in
-            a summary, one that diverged nowhere in the study.
-        overhead: Extra samples by batch size tried, ascending, as a fraction of what the best
-            needs; infinite where it diverged.
-    """
-
-    within: int
-    beyond: float
-    value: float
-    low: float
-    high: float
-    diverged: int | None
-    fall: float
-    known: bool
-    safe: int
-    overhead: dict[str, float]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes tried, ascending."""
-        return tuple(map(int, self.overhead))
-
-    @property
-    def resolved(self) -> bool:
-        """Whether the loss fell enough to distinguish batch sizes."""
-        return not math.isnan(self.value)
+    """Refuses a training of an arm that the plan does not have: expected, found."""
+    wrong = isinstance(result, Training) and result.arm >= len(header.plan.arms)
+    return ("an arm that the plan has", f"arm = {result.arm}") if wrong else None
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch size, or a schedule and its last one, that was trained from the initial weights.
+    """A batch size that was trained from the initial weights beside the smallest.
 
     Attributes:
         seeds: Pairs with the smallest batch.
-        loss: Mean final validation loss; infinite where a run diverged.
+        loss: Mean final validation loss; infinite where a training diverged.
         overhead: Extra samples, as a fraction of what the smallest batch needs, with its interval;
             0 where it needs none, and infinite beyond the largest known one, three tolerances.
         within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
@@ -226,7 +121,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batch_size: int
-    stages: tuple[Stage, ...]
+    lr: float
     warmup_samples: int
     steps: int
     seeds: int
@@ -298,69 +193,14 @@ class RateVerdict(Finding, frozen=True, tag="rate"):
         return which(self.others, key=lambda other: other.lr) if which else None
 
 
-class Schedule(Finding, frozen=True, tag="schedule"):
-    """A growing batch that takes fewer steps than the recommended one.
-
-    Attributes:
-        check: What was trained of it; None before three pairs.
-        advised: Whether it passed.
-        megatron: Megatron's option; empty where a sample has no number of tokens.
-    """
-
-    stages: tuple[Stage, ...]
-    steps: int
-    warmup_samples: int
-    advised: bool
-    check: Checked | None
-    megatron: str
-
-
-class GoingOn(Finding, frozen=True, tag="going on"):
-    """A batch size for the next ``samples``, from the last point that tells batch sizes apart.
-
-    ``known``: whether the critical batch size is. ``diverged``: a batch size that bounds it by
-    diverging elsewhere in the study.
-    """
-
-    from_samples: int
-    samples: int
-    batch_size: int
-    lr: float
-    known: bool
-    diverged: int | None
-
-
 class Larger(Finding, frozen=True, tag="larger"):
     """The smallest batch above the advised one that was trained and is not within the tolerance."""
 
     run: Checked
 
 
-class Flat(Finding, frozen=True, tag="flat"):
-    """Points, in samples, along whose branches the smallest batch's loss does not fall.
-
-    ``epochs``: how many times the data were seen at the last.
-    """
-
-    points: tuple[int, ...]
-    epochs: float
-
-
 class Unfinished(Finding, frozen=True, tag="unfinished"):
     """The study was interrupted, or it failed."""
-
-
-Others = Schedule | GoingOn | Larger | Flat | Unfinished
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements at a point of training; ``resolved``: whether it tells batch sizes apart."""
-
-    samples: int
-    valid_loss: float
-    noise: Noise | None
-    critical: Critical | None
-    resolved: bool
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):
@@ -369,18 +209,17 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     Attributes:
         batch_size: The task's own, with which the others are compared.
         tolerance: Extra samples that are acceptable, as a fraction.
-        findings: The most important first; the next four are among them.
+        findings: The most important first; the recommendation and the rates are among them.
         rates: Of the smallest batch, and of the recommended one, as far as they are known.
         checked: The other batch sizes that were compared with the smallest, ascending.
+        noise: Gradient noise scales along the reference training; no advice rests on them.
     """
 
     batch_size: int
     lr: float
     tolerance: float
-    findings: tuple[Recommendation | RateVerdict | Others, ...]
+    findings: tuple[Recommendation | RateVerdict | Larger | Unfinished, ...]
     recommendation: Recommendation
     rates: tuple[RateVerdict, ...]
-    schedule: Schedule | None
-    going_on: GoingOn | None
     checked: tuple[Checked, ...]
-    points: tuple[Measured, ...]
+    noise: tuple[NoiseAt, ...]

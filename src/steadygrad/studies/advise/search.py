@@ -1,227 +1,148 @@
 """The next trainings of a study: a pure function of the results.
 
-Three searches go on side by side: for the batch size, for the learning rates, and along branches.
-The first has precedence until another has taken less than its part of the samples. It decides by
-its own results, at whole looks alone: neither the number of workers nor an interruption changes
-which batch sizes are tried, and with which seeds.
+Two searches go on side by side: for the batch size, and for the learning rates. The first has
+precedence until the other has taken less than its part of the samples. It decides by its own
+results, at whole looks alone: neither the number of workers nor an interruption changes which
+batch sizes are tried, and with which seeds.
 """
 
-import math
 from collections.abc import Iterator
-from typing import get_args
 
-from steadygrad.studies.advise.analysis import RATES, TUNING, Evidence
+from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.plan import (
-    BRANCHES,
     END_MARKS,
-    FRACTIONS,
+    FEWEST_PAIRS,
     LENGTHS,
-    MICRO_BATCHES,
     OTHER_RATES,
     PAIRS,
-    course_of,
     lengths_of,
 )
-from steadygrad.studies.advise.schema import RESULTS, Branch, Header, Noise, Point, Scratch
+from steadygrad.studies.advise.schema import Header, Noise
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key, Result
-from steadygrad.studies.sequential import LOOKS, next_look
-from steadygrad.studies.trials import Job, Trial, evaluation_cost
+from steadygrad.studies.ladder import Ladder
+from steadygrad.studies.paired import MOST, next_look
+from steadygrad.studies.schema import Training
+from steadygrad.studies.trials import Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
 # Trainings of the search for the batch size before the others begin.
-FIRST = 9
+EARLY = 9
+
+Wanted = Iterator[tuple[int, int, float, int]]
+"""Arm, samples, octaves and seed of trainings."""
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The trials that can run now, the most useful first."""
-    evidence = Evidence(header, results)
-    done = {
-        "sizes": sum(run.samples for run in results.select(Scratch) if run.rate == 1),
-        "rates": sum(run.samples for run in results.select(Scratch) if run.rate != 1),
-        "branches": sum(branch.samples for branch in results.select(Branch))
-        + sum(noise.samples for noise in results.select(Noise))
-        + max((point.samples for point in results.select(Point)), default=0),
-    }
-    found = {"sizes": _sizes(evidence), "rates": _rates(evidence), "branches": _branches(evidence)}
-    behind = [
-        name
-        for name, part in (("rates", OTHER_RATES), ("branches", BRANCHES))
-        if done[name] < part * (sum(done.values()) - FIRST * evidence.length)
-    ]
-    trials: dict[Key, Trial] = {}
-    for name in (*behind, *found):
-        for job in found[name]:
-            trial = _trial(evidence, job)
-            trials.setdefault(trial.key, trial)
-    return [trial for trial in trials.values() if trial.key not in results]
+    found = BatchSizes(header, results)
+    runs = results.select(Training)
+    done, other = sum(run.samples for run in runs), sum(run.samples for run in runs if run.step)
+    behind = other < OTHER_RATES * (done - EARLY * found.length)
+    searches = [_rates(found), _sizes(found)] if behind else [_sizes(found), _rates(found)]
+    trials = [_trial(found, *one) for search in searches for one in search]
+    if found.pairs and not header.task.dependent:
+        cost, what = found.length, f"noise scale over {found.length:,}"
+        trials.insert(0, Trial((Noise.kind(), found.length), cost, what))
+    return trials
 
 
-def _trial(evidence: Evidence, job: Job) -> Trial:
-    plan, evaluation = evidence.plan, evaluation_cost(evidence.task.valid_size)
-    kinds: dict[str, type[Result]] = {str(k.__struct_config__.tag): k for k in get_args(RESULTS)}
-    key: Key = (job["kind"], *(job[name] for name in kinds[job["kind"]].key_fields))
-    if job["kind"] == "scratch":
-        own = job["course"] == evidence.base
-        cost = job["samples"] + evaluation * END_MARKS * (len(LENGTHS) if own else 1)
-        what = f"{job['course']} over {job['samples']:,}"
-        what += f" at {job['rate']:g} times the rate" if job["rate"] != 1 else ""
-        return Trial(key, cost, lambda results: job, f"{what}, seed {job['repeat']}")
-    samples, where = plan.points[job["point"]], f"at {plan.points[job['point']]:,}"
-    if job["kind"] == "point":
-        start = plan.points[job["point"] - 1] if job["point"] else 0
-        return Trial(key, samples - start + evaluation, lambda results: job, f"training {where}")
-    if job["kind"] == "noise":
-        cost = plan.noise_steps[job["point"]] * MICRO_BATCHES * plan.batch_size
-        return Trial(key, cost, lambda results: job, f"noise scale {where}")
-    marks = END_MARKS + (len(FRACTIONS) if job["batch_size"] == plan.batch_size else 0)
-    cost = plan.branch_samples[job["point"]] + marks * evaluation
-    return Trial(key, cost, lambda results: job, f"branch of {job['batch_size']:,} {where}")
+def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) -> Trial:
+    evaluations = END_MARKS * (1 if arm or found.decays else len(LENGTHS))
+    cost = samples + evaluations * evaluation_cost(found.task.valid_size)
+    what = f"{found.size(arm)} over {samples:,}, seed {seed}"
+    what += f", {2.0**step:g} times the rate" if step else ""
+    return Trial((Training.kind(), arm, samples, step, seed), cost, what)
 
 
-def _training(evidence: Evidence, course: str, repeat: int, rate: float, samples: int) -> Job:
-    warmup = 0 if course == evidence.base else evidence.warmup_samples
-    names = ("kind", "course", "repeat", "rate", "samples", "warmup_samples")
-    return dict(zip(names, ("scratch", course, repeat, rate, samples, warmup), strict=True))
-
-
-def _look(evidence: Evidence, course: str, pairs: int, rate: float = 1.0) -> Iterator[Job]:
-    """Trainings of a course and of the smallest batch with so many seeds, seed by seed.
+def _look(found: BatchSizes, arm: int, pairs: int, step: float = 0.0) -> Wanted:
+    """Trainings of an arm and of the smallest batch with so many seeds, seed by seed.
 
     Where rates are tuned and those of the two are not known yet, the trainings that tell.
     """
-    own, best = evidence.tuned(evidence.base), evidence.tuned(course)
+    own, best = found.tuned(0), found.tuned(arm)
     if own is None or best is None:
-        yield from _tuning(evidence, evidence.base if own is None else course)
+        yield from _tuning(found, 0 if own is None else arm)
         return
-    for repeat in range(pairs):
-        yield from _reference(evidence, repeat, own)
-        for factor in dict.fromkeys((best, rate * best)):
-            yield _training(evidence, course, repeat, factor, evidence.length)
+    for seed in range(pairs):
+        yield from _reference(found, seed, own)
+        for octaves in dict.fromkeys((best, best + step)):
+            yield arm, found.length, octaves, seed
 
 
-def _reference(evidence: Evidence, repeat: int, rate: float) -> Iterator[Job]:
+def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
     """The smallest batch's training; of each length, where the rate decays."""
-    samples, decays = evidence.length, evidence.task.lr_decay != "none"
-    for length in lengths_of(samples, evidence.tolerance) if decays else [samples]:
-        yield _training(evidence, evidence.base, repeat, rate, length)
+    samples = found.length
+    for length in lengths_of(samples, found.tolerance) if found.decays else [samples]:
+        yield 0, length, step, seed
 
 
-def _tuning(evidence: Evidence, course: str) -> Iterator[Job]:
-    for step, loss in evidence.ladder(course).items():
-        if loss is None:
-            for repeat in TUNING:
-                yield _training(evidence, course, repeat, 2.0**step, evidence.length)
+def _tuning(found: BatchSizes, arm: int) -> Wanted:
+    for step, seed in Ladder(found, arm, found.length).missing:
+        yield arm, found.length, float(step), seed
 
 
-def _sizes(evidence: Evidence) -> Iterator[Job]:
-    """The batch size: visited by strides and by halves, then decided, then the schedule."""
-    if not evidence.length:
+def _sizes(found: BatchSizes) -> Wanted:
+    """The batch size: visited by strides and by halves, then decided."""
+    if not found.length:
         return
-    if not evidence.header.settings.tune and len(evidence.own) < LOOKS[0]:
-        for repeat in range(LOOKS[0]):
-            yield from _reference(evidence, repeat, 1.0)
+    if not found.tunes and len(found.own) < FEWEST_PAIRS:
+        for seed in range(FEWEST_PAIRS):
+            yield from _reference(found, seed, 0.0)
         return
-    size = _next_size(evidence)
-    if size is not None:
-        pairs = evidence.sizes.get(size)
-        yield from _look(evidence, str(size), _next(evidence, len(pairs) if pairs else 0))
+    arm = _next_arm(found)
+    if arm is not None:
+        yield from _look(found, arm, _next(found, _pairs(found, arm)))
         return
-    if schedule := evidence.schedule:
-        pairs = evidence.schedule_pairs
-        if pairs is None or not (pairs.passed or pairs.failed):
-            look = _next(evidence, len(pairs) if pairs else 0, PAIRS)
-            yield from _look(evidence, course_of(schedule), look)
     # All is decided: the sizes on either side of the border become more certain.
-    border = [size for size in (evidence.passed, evidence.failed) if size]
-    for size in sorted(border, key=lambda size: len(evidence.sizes[size])):
-        yield from _look(evidence, str(size), _next(evidence, len(evidence.sizes[size])))
+    border = [arm for arm in (found.passed, found.failed) if arm is not None]
+    for arm in sorted(border, key=lambda arm: _pairs(found, arm)):
+        yield from _look(found, arm, _next(found, _pairs(found, arm)))
 
 
-def _next(evidence: Evidence, pairs: int, most: int = LOOKS[-1]) -> int:
-    return next_look(pairs, min(most, evidence.plan.seeds))
+def _pairs(found: BatchSizes, arm: int) -> int:
+    return len(found.pairs[arm]) if arm in found.pairs else 0
 
 
-def _next_size(evidence: Evidence) -> int | None:
+def _next(found: BatchSizes, pairs: int, most: int = MOST) -> int:
+    return next_look(pairs, min(most, found.plan.seeds))
+
+
+def _next_arm(found: BatchSizes) -> int | None:
     """The batch size that needs a look: the smallest that would raise the advice."""
-    rungs, sizes = evidence.rungs, evidence.sizes
-    good, bad = evidence.passed or rungs[0], evidence.failed or math.inf
+    sizes, pairs = found.plan.arms, found.pairs
+    good, bad = found.passed or 0, found.failed or len(sizes)
     # As far as it is known yet.
-    fits = [s for s, pairs in sizes.items() if s < bad and pairs.overheads[0] <= pairs.tolerance]
-    low = max(fits, default=rungs[0])
-    high = min((size for size in sizes if size > low), default=STRIDE * low + 1)
-    between = [size for size in rungs if low < size < high]
-    if high <= STRIDE * low:
+    fits = [a for a, each in pairs.items() if a < bad and each.overheads[0] <= each.tolerance]
+    low = max(fits, default=0)
+    tried = [arm for arm in pairs if arm > low]
+    most = sizes[tried[0]] if tried else STRIDE * sizes[low] + 1
+    between = [arm for arm in range(low + 1, len(sizes)) if sizes[arm] < most]
+    if most <= STRIDE * sizes[low]:
         between = between[: (len(between) + 1) // 2]
-    hard = [size for size in fits if size > good and not sizes[size].passed]
+    hard = [arm for arm in fits if arm > good and not pairs[arm].passed]
     # One below those that are hard to decide may be easy.
-    below = [size for size in rungs if good < size < min(hard, default=0)]
+    below = range(good + 1, min(hard, default=0))
     middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
-    undecided = [size for size in hard if _next(evidence, len(sizes[size]))]
+    undecided = [arm for arm in hard if _next(found, len(pairs[arm]))]
     if wanted := [*between[-1:], *middle, *undecided]:
         return min(wanted)
     # What is above the advice: ruled out, or not.
-    above = (s for s in sizes if low < s < bad and _next(evidence, len(sizes[s])))
+    above = (arm for arm in pairs if low < arm < bad and _next(found, len(pairs[arm])))
     return next(above, None)
 
 
-def _rates(evidence: Evidence) -> Iterator[Job]:
+def _rates(found: BatchSizes) -> Wanted:
     """Other learning rates, at the smallest batch and then at the recommended one."""
-    if len(evidence.own) < LOOKS[0] or evidence.header.settings.tune:
+    if len(found.own) < FEWEST_PAIRS or found.tunes:
         return
-    for size in dict.fromkeys((evidence.plan.batch_size, evidence.constant)):
-        known = evidence.rate(size) if size else {}
-        sure = len(known) == len(RATES) and any(found.sure for found in known.values())
-        if size is None or sure:
+    for arm in dict.fromkeys((0, found.advised)):
+        known = {} if arm is None else found.others(arm)
+        sure = len(known) == len(RATES) and any(other.sure for other in known.values())
+        if arm is None or sure:
             continue
-        for rate in RATES:
-            found = known.get(rate)
-            if found is None or not found.decided:
-                look = _next(evidence, found.pairs if found else 0, PAIRS)
-                yield from _look(evidence, str(size), look, rate)
-
-
-def _branches(evidence: Evidence) -> Iterator[Job]:
-    """Point by point: the training to it, then what starts from there.
-
-    They have the rule's rates, so that they would tell nothing where rates are tuned.
-    """
-    plan, results = evidence.plan, evidence.results
-    if evidence.header.settings.tune:
-        return
-    for point, multiples in enumerate(plan.multiples):
-        if results.get(Point, point) is None:
-            yield {"kind": "point", "point": point}
-            return
-        jobs: list[Job] = [
-            {"kind": "branch", "point": point, "repeat": repeat, "batch_size": m * plan.batch_size}
-            for repeat in range(plan.repeats)
-            for m in multiples
-        ]
-        if not evidence.task.dependent:
-            jobs.insert(0, {"kind": "noise", "point": point})
-        missing = [job for job in jobs if _trial(evidence, job).key not in results]
-        # The next point waits for the middle of this one.
-        if not missing and results.get(Point, point + 1) is None:
-            missing = [
-                job for job in _middle(evidence, point) if _trial(evidence, job).key not in results
-            ]
-        if missing:
-            yield from missing
-            return
-
-
-def _middle(evidence: Evidence, point: int) -> Iterator[Job]:
-    """Branches in the middle between the largest tolerable size and the next one."""
-    plan, branches = evidence.plan, evidence.results.select(Branch)
-    sizes = {multiple * plan.batch_size for multiple in plan.multiples[point]}
-    kept = [b for b in branches if b.point == point and b.batch_size in sizes]
-    found = Evidence(evidence.header, Results(kept)).criticals.get(point)
-    if found is None or not found.resolved or found.beyond != 2 * found.within:
-        return
-    size, odd = divmod(3 * found.within, 2)
-    if odd or size % evidence.header.runtime.world_size:
-        return
-    for repeat in range(plan.repeats):
-        yield {"kind": "branch", "point": point, "repeat": repeat, "batch_size": size}
+        for step in RATES:
+            other = known.get(step)
+            if other is None or not other.decided:
+                look = _next(found, other.pairs if other else 0, PAIRS)
+                yield from _look(found, arm, look, step)

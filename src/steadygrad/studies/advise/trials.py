@@ -2,39 +2,35 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Sequence
 from statistics import fmean
-
-import torch
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import (
-    END_MARKS,
-    FRACTIONS,
-    MICRO_BATCHES,
+    FEWEST_PAIRS,
     RUNS,
     end_marks,
     lengths_of,
     make_plan,
-    stages_of,
-    stretches,
 )
-from steadygrad.studies.advise.schema import Branch, Noise, Plan, Point, Scratch, Stage
+from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
+from steadygrad.studies.arms import train
 from steadygrad.studies.calibration import clock_of, measured_speed
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order, branch_order, main_order
-from steadygrad.studies.sequential import LOOKS
-from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.studies.order import main_order
+from steadygrad.studies.schema import Training
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import SHARE
 from steadygrad.studies.work import Workplace
-from steadygrad.tasks import guarded
 
 __all__ = ["TRIALS", "plan_for", "trials_of"]
+
+# Micro-batches of a step in which the noise scale is measured, at most, and parts of the training.
+MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -44,10 +40,10 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         InputError: If the budget is too small for any answer.
     """
     task, context = trainer.task, trainer.context
-    if settings.seeds in (1, 2):
+    if 0 < settings.seeds < FEWEST_PAIRS:
         raise InputError(
-            f"--seeds should be at least {LOOKS[0]}, or 0. Found {settings.seeds}. "
-            f"Remedy: --seeds {LOOKS[0]}."
+            f"--seeds should be at least {FEWEST_PAIRS}, or 0. Found {settings.seeds}. "
+            f"Remedy: --seeds {FEWEST_PAIRS}."
         )
     own, seconds = measured_speed(trainer, task.batch_size), {1: 1 / speed}
     for multiple in RUNS:
@@ -67,6 +63,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         batch_size=task.batch_size,
         train_size=len(task.train),
         workers=workers,
+        world=context.size,
         samples=settings.samples,
         seeds=settings.seeds,
         tolerance=settings.tolerance,
@@ -82,142 +79,38 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return plan
 
 
-def point(plan: Plan, place: Workplace, point: int) -> Point:
-    """Trains the main trajectory from the point before to a point, and keeps its state."""
-    trainer, task, stop = place.trainer, place.trainer.task, plan.points[point]
-    start = plan.points[point - 1] if point else 0
-    if point:
-        _go_to(plan, place, point - 1)
-    else:
-        trainer.restart()
-    trainer.seed_everything("train", point)
-    way = trainer.run(main_order(len(task.train), trainer.seed), start, stop, task.batch_size)
-    what = f"training to {stop:,} samples"
-    ((_, loss),) = _curve(place, way, [stop], what, own=True, at=start)
-    state = trainer.state(stop)
-    # The others continue once the file is there.
-    trainer.context.on_main(lambda: place.checkpoints.save(f"point-{point}", state))
-    return Point(point=point, samples=stop, steps=trainer.steps, valid_loss=loss)
-
-
-def noise(plan: Plan, place: Workplace, point: int) -> Noise:
-    """Measures the gradient noise scale at a point."""
-    trainer, context, base = place.trainer, place.trainer.context, place.trainer.task.batch_size
-    _go_to(plan, place, point)
-    trainer.seed_everything("noise", point)
-    scale, size = trainer.scaler.get_scale(), min(base // context.size, trainer.micro_batch_size)
-    count = base * MICRO_BATCHES // (size * context.size)
-    samples, order = count * size * context.size, _order(plan, place, point, "noise")
-    # The weights stand still, and all measurements count alike.
-    noise = NoiseScale(trainer.wrapped, decay=1.0, drift=False)
-    for step in range(plan.noise_steps[point]):
-        context.poll()
-        share = context.share(order.take(step * samples, samples))
-        for micro in torch.split(share, size):
-            with noise.microbatch(size, loss_scale=scale):
-                loss = trainer.losses(trainer.batch(micro), size).mean()
-                with guarded("The backward pass of Task.per_sample_loss"):
-                    (loss * (scale / count)).backward()
-        noise.step()
-        trainer.model.zero_grad()
-        place.advance(samples, f"noise scale at {plan.points[point]:,} samples")
-    noise.remove()
-    found, used = noise.estimate().as_dict(), plan.noise_steps[point] * samples
-    trainer.look()
-    names = set(Noise.__struct_fields__) - {"point", "samples", "time"}
-    return Noise(point=point, samples=used, **{name: found[name] for name in names})
-
-
-def branch(plan: Plan, place: Workplace, point: int, repeat: int, batch_size: int) -> Branch:
-    """Trains on from a point with a batch size."""
-    trainer, base, length = place.trainer, place.trainer.task.batch_size, plan.branch_samples[point]
-    _go_to(plan, place, point)
-    # The same name for all batch sizes: they see the same data and the same random numbers.
-    trainer.seed_everything("branch", point, repeat)
-    first, seen = trainer.steps, plan.points[point]
-    unit, own = plan.multiples[point][-1] * base, batch_size == base
-    ends = [length - unit * back for back in reversed(range(min(END_MARKS, length // unit)))]
-    way = [round(part * length / base) * base for part in FRACTIONS] if own else []
-    order, rate = _order(plan, place, point, f"branch-{repeat}"), Rate(batch_size)
-    steps = trainer.run(order, 0, length, batch_size, rate=rate, seen=seen)
-    what = f"branch of {batch_size:,} at {seen:,}"
-    found = _curve(place, steps, [*(mark for mark in way if mark < ends[0]), *ends], what, own)
-    end, loss = _averaged(found, ends)
-    curve = (*(row for row in found if row[0] < ends[0]), (round(end), loss))
-    return Branch(
-        point=point,
-        repeat=repeat,
-        batch_size=batch_size,
-        lr=learning_rate(place.trainer.task.lr, batch_size, base, place.trainer.task.lr_rule),
-        steps=trainer.steps - first,
-        samples=round(end),
-        loss=loss,
-        curve=curve,
-    )
-
-
-def scratch(
-    plan: Plan,
-    place: Workplace,
-    course: str,
-    repeat: int,
-    rate: float,
-    samples: int,
-    warmup_samples: int,
-) -> Scratch:
-    """Trains from the initial weights, with one batch size or with a growing one."""
-    trainer, task, base = place.trainer, place.trainer.task, place.trainer.task.batch_size
-    trainer.restart(repeat)
-    trainer.seed_everything("run", repeat)
-    stages, decays = stages_of(course), task.lr_decay != "none"
-    smallest = stages == ((0, base),)
-    # Where rates are searched, the task's own is none to begin with.
-    start = 0.0 if place.header.settings.tune else 1.0
-    own = smallest and rate == 1 and not place.header.settings.tune
-
-    def steps() -> Iterator[int]:
-        at, order = 0, main_order(len(task.train), trainer.seed, repeat)
-        for _, border, size in stretches(stages, samples):
-            chosen = Rate(size, rate, warmup_samples, samples, start)
-            # A stage ends with its last whole batch; the next one begins there.
-            for seen in trainer.run(order, at, border, size, rate=chosen):
-                at = seen
-                yield at
-
+def training(
+    plan: Plan, place: Workplace, arm: int, samples: int, step: float, seed: int
+) -> Training:
+    """Trains from the initial weights with one batch size."""
+    task, settings, size = place.trainer.task, place.header.settings, plan.arms[arm]
+    decays = task.lr_decay != "none"
+    warms_up = arm > 0 and (task.lr_rule != "constant" or settings.tune)
+    warmup = samples // 16 // plan.batch_size * plan.batch_size * warms_up
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
-    tolerance = place.header.settings.tolerance
-    lengths = lengths_of(samples, tolerance) if smallest and not decays else [samples]
+    lengths = [samples] if arm or decays else lengths_of(samples, settings.tolerance)
     windows = [end_marks(length, decays=decays) for length in lengths]
-    marks = [mark for window in windows for mark in window]
-    found = _curve(place, steps(), marks, f"{course} over {samples:,}", own)
-    curve = tuple(_averaged(found, window) for window in windows)
-    rates = [rate * learning_rate(task.lr, size, base, task.lr_rule) for _, size in stages]
-    rows = zip(stages, rates, strict=True)
-    return Scratch(
-        course=course,
-        repeat=repeat,
-        rate=rate,
-        samples=samples,
-        batch_size=stages[-1][1],
-        stages=tuple(Stage(from_samples=s, batch_size=b, lr=lr) for (s, b), lr in rows),
-        warmup_samples=warmup_samples,
-        steps=trainer.steps,
-        place=curve[-1][0],
-        loss=curve[-1][1],
-        curve=curve,
+    found = train(
+        place,
+        size,
+        samples,
+        seed,
+        # Where rates are searched, the task's own is none to begin with.
+        Rate(size, 2.0**step, warmup, samples, start=0.0 if settings.tune else 1.0),
+        marks=[mark for window in windows for mark in window],
+        what=f"{size} over {samples:,}",
+        must_hold=not (arm or step or settings.tune),
+    )
+    lost = math.isinf(found[-1][1])
+    ends = zip(lengths, windows, strict=True)
+    curve = tuple((n, math.inf) if lost else _averaged(found, window) for n, window in ends)
+    lr = learning_rate(task.lr, size, task.batch_size, task.lr_rule) * 2.0**step
+    return Training(
+        arm=arm, samples=samples, step=step, seed=seed, lr=lr, loss=curve[-1][1], curve=curve
     )
 
 
-TRIALS = {"point": point, "noise": noise, "branch": branch, "scratch": scratch}
-
-
-def _go_to(plan: Plan, place: Workplace, at: int) -> None:
-    """Loads the state at a point: read, or trained again."""
-    state = place.state(f"point-{at}", plan.points[at], partial(point, plan, place, at))
-    place.trainer.load(state)
-
-
-def _averaged(curve: list[tuple[int, float]], marks: list[int]) -> tuple[float, float]:
+def _averaged(curve: Sequence[tuple[int, float]], marks: Sequence[int]) -> tuple[float, float]:
     """Mean place and mean loss of the evaluations for some marks.
 
     A large batch may have fewer of them than there are marks; the last one may come before its.
@@ -227,38 +120,31 @@ def _averaged(curve: list[tuple[int, float]], marks: list[int]) -> tuple[float, 
     return fmean(curve[i][0] for i in ends), fmean(curve[i][1] for i in ends)
 
 
-def _curve(
-    place: Workplace, steps: Iterable[int], marks: list[int], what: str, own: bool, at: int = 0
-) -> list[tuple[int, float]]:
-    """Trains from ``at`` samples on, and evaluates once after each mark is reached.
-
-    With the task's ``own`` settings divergence is an error; otherwise it is a result.
-    """
-
-    def evaluate() -> float:
-        loss, trainer = place.evaluate(), place.trainer
-        if own and not math.isfinite(loss):
-            raise Diverged(
-                f"The validation loss should stay finite. Found {loss} after {trainer.steps} "
-                f"steps. Remedy: a lower Task.lr than {trainer.task.lr:g}."
-            )
-        return loss
-
-    found, left = [], sorted(set(marks))
-    try:
-        for seen in steps:
-            place.advance(seen - at, what)
-            at = seen
-            if left and at >= left[0]:
-                found.append((at, evaluate()))
-                left = [mark for mark in left if mark > at]
-        return [*found, (at, evaluate())] if left else found
-    except Diverged:
-        if own:
-            raise
-        return [(marks[-1], math.inf)]
+def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
+    """Measures the gradient noise scale along the smallest batch's training, in micro-batches."""
+    trainer, world, size = place.trainer, place.trainer.context.size, plan.batch_size
+    count = min(MICRO_BATCHES, size // world)
+    while size // world % count:
+        count -= 1
+    if count * world < 2:  # one gradient a step has no spread
+        return Noise(samples=samples, points=())
+    trainer.micro_batch_size = min(trainer.micro_batch_size, size // world // count)
+    trainer.restart(0)
+    trainer.seed_everything("run", 0)
+    scale = NoiseScale(trainer.wrapped, samples=trainer.micro_batch_size, scaler=trainer.scaler)
+    trainer.optimizer.register_step_pre_hook(lambda *_: scale.step(grad_scale=1.0))
+    order, rate = main_order(len(trainer.task.train), trainer.seed), Rate(total=samples)
+    left, points, at = [part * samples for part in POINTS], list[NoiseAt](), 0
+    names = {*NoiseAt.__struct_fields__} - {"samples"}
+    for seen in trainer.run(order, 0, samples, size, rate=rate):
+        place.advance(seen - at, f"noise scale over {samples:,}")
+        at = seen
+        if at + size > left[0]:
+            found = scale.estimate().as_dict()
+            points.append(NoiseAt(samples=at, **{name: found[name] for name in names}))
+            left = left[1:] or [math.inf]
+    scale.remove()
+    return Noise(samples=samples, points=tuple(points))
 
 
-def _order(plan: Plan, place: Workplace, point: int, kind: str) -> Order:
-    size, seed = len(place.trainer.task.train), place.trainer.seed
-    return branch_order(size, seed, seen=plan.points[point], stream=f"{kind}-{point}")
+TRIALS = {"training": training, "noise": noise}

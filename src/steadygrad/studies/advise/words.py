@@ -8,7 +8,7 @@ from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
 from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, listed, percent, plural, show
+from steadygrad.studies.text import ENDS, percent, plural, show
 
 HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict", "steps", "seeds")
 
@@ -86,47 +86,9 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
     return f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
 
 
-def _flat(found: schema.Flat, s: Summary) -> str:
-    seen = f" (data seen {found.epochs:.0f} times by then)" if found.epochs >= 1.5 else ""
-    where = f"{listed(f'{point:,}' for point in found.points)} {plural(s.sample)}{seen}"
-    loss = f"along the branches there, the validation loss of batch {s.batch_size:,} falls by less"
-    return f"No batch size can be judged after {where}: {loss} than three standard errors."
-
-
-def _schedule(found: schema.Schedule, s: Summary) -> str:
-    if found.check is None or not found.advised:
-        return ""
-    stages = listed(f"{stage.batch_size:,} from {stage.from_samples:,}" for stage in found.stages)
-    size, samples = s.recommendation.batch_size or 1, s.recommendation.samples or 1
-    others = samples // size * (1 + (s.recommendation.overhead or 0.0))
-    steps = f"{_fewer(found.steps * (1 + found.check.overhead), others)} than batch {size:,}"
-    needs = f"{_needs(found.check, s)} and {steps}, for the same loss"
-    return f"A growing batch, {stages} {plural(s.sample)} on, {needs}."
-
-
-def _going_on(found: schema.GoingOn, s: Summary) -> str:
-    critical = next(point.critical for point in s.points if point.samples == found.from_samples)
-    assert critical is not None
-    use = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
-    high = f"to {critical.high:,.0f}" if math.isfinite(critical.high) else "or more"
-    span = f"95% confidence interval {critical.low:,.0f} {high}"
-    why = f": the critical batch size there is {critical.value:,.0f} ({span})"
-    if not found.known:
-        why = f": the critical batch size there is not known well enough for more ({span})"
-    elif found.diverged is not None:
-        why = f": batch {found.diverged:,} diverged elsewhere in this study"
-    elif math.isinf(critical.beyond):
-        more = f"at most {_tolerated(s)} more {plural(s.sample)} than the best"
-        why = f", the largest that was tried: all need {more}"
-    return f"A run that has seen {_count(found.from_samples, s)} can continue at {use}{why}."
-
-
 TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
     schema.Unfinished: _unfinished,
     schema.RateVerdict: _rate,
-    schema.Flat: _flat,
-    schema.Schedule: _schedule,
-    schema.GoingOn: _going_on,
 }
 
 
@@ -139,14 +101,9 @@ def too_little(s: Summary) -> str | None:
 
 def table(s: Summary) -> Table | None:
     """The numbers on which the answer rests; None where there is none."""
-    found, schedule, samples = s.recommendation, s.schedule, plural(s.sample)
+    found, samples = s.recommendation, plural(s.sample)
     if not s.checked or found.samples is None:
         return None
-
-    def row(size: str, run: Checked, note: str = "") -> tuple[str, ...]:
-        extra = f"{_extra(run.overhead, s)} ({_interval(run, s)})".replace("more than", ">")
-        verdict, lr = f"{_verdict(run, s)}{note}", show(run.stages[-1].lr)
-        return size, lr, extra, verdict, show(run.steps), show(run.seeds)
 
     own = "reference" + ", advised" * (found.batch_size == s.batch_size)
     seeds = show(max(run.seeds for run in s.checked))
@@ -157,9 +114,9 @@ def table(s: Summary) -> Table | None:
         size = run.batch_size
         note = ", advised" * (size == found.batch_size)
         note += ", above one beyond it" * (run.within and size > (found.batch_size or size))
-        rows.append(row(show(size), run, note))
-    if schedule and schedule.check:
-        rows.append(row("growing", schedule.check))
+        extra = f"{_extra(run.overhead, s)} ({_interval(run, s)})".replace("more than", ">")
+        verdict, counts = f"{_verdict(run, s)}{note}", (show(run.steps), show(run.seeds))
+        rows.append((show(size), show(run.lr), extra, verdict, *counts))
     warmup = max(run.warmup_samples for run in s.checked)
     title = f"{s.task} over {found.samples:,} {samples}"
     title += f"; larger batches warmed up over {warmup:,}" * (warmup > 0)
