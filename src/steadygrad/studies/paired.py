@@ -33,8 +33,8 @@ Floats = NDArray[np.float64]
 ALPHA = 0.05
 # Of all values, 2 takes the fewest pairs for effects of half a deviation to four of them together.
 EFFECT_VARIANCE = 2.0
-# Pairs of the first look and of the last.
-FIRST, MOST = 3, 64
+# Pairs of the first look, before which nothing can be told, and of the last.
+FIRST, MOST = 4, 64
 # More pairs than anybody runs.
 BEYOND = 10_000
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from steadygrad.studies import charts
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.folder import Results, Run
-from tests.unit.studies.advise.events import make_header, studied
+from tests.unit.studies import results
+from tests.unit.studies.advise.events import ARM, LENGTH, make_header, studied
 
-POINTS = (1024, 4096)
 TASK = {
     "name": "char-lm",
     "sample": "sequence",
@@ -28,31 +28,23 @@ TASK = {
 
 @cache
 def _results() -> tuple[Any, ...]:
-    """Batch 16 passes, 24 fails, a growing batch passes; 512 diverges in one branch."""
-    header = make_header(POINTS, task=TASK)
-    found = studied(header, 45.0, lengths=160)
-    last = ("branch", 0, 1, 512)
-    return tuple(replace(r, loss=math.inf) if r.key == last else r for r in found)
+    """Batch 16 passes, 24 fails; 512 diverges with one seed."""
+    found = studied(make_header(task=TASK), 45.0, lengths=160)
+    last = results.make_training(math.inf, arm=ARM[512], samples=LENGTH)
+    return (*found, *(replace(last, seed=seed) for seed in range(4)))
 
 
 def made_run(
     *,
-    points: int = len(POINTS),
     status: str | None = "complete",
     task: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Run:
     """A run with the summary that the study itself would write, and other fields of its header.
 
-    So many ``points`` of training were reached; with all of them, the runs are there, too.
     Without a ``status`` there is no summary.
     """
-    header = make_header(POINTS, task={**TASK, **(task or {})}, settings=settings)
-    found = [
-        result
-        for result in _results()
-        if points == len(POINTS) or (result.key[0] != "scratch" and result.point < points)
-    ]
+    header, found = make_header(task={**TASK, **(task or {})}, settings=settings), _results()
     total = summarize(header, Results(found), status).to_dict() if status else None
     return Run(Path(), header, Results(found), total)
 

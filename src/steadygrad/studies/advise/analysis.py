@@ -9,10 +9,10 @@ import numpy as np
 
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.pairs import Better, Curves, Pairs, better, shared_variance
-from steadygrad.studies.advise.plan import FEWEST_PAIRS, LEAST, lengths_of
+from steadygrad.studies.advise.plan import LEAST, lengths_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
-from steadygrad.studies.paired import Evidence
+from steadygrad.studies.paired import FIRST, Evidence
 
 # Other learning rates at which a batch size is trained: octaves from the rule's.
 RATES = (-1.0, 1.0)
@@ -46,8 +46,8 @@ class BatchSizes(Evidence):
         samples, stays = self.plan.samples, self.settings.samples or self.tunes
         while samples:
             curves = [*self._curves(samples, 0.0).values()]
-            ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FEWEST_PAIRS]]
-            if len(ends) < (len(SEEDS) if self.tunes else FEWEST_PAIRS):
+            ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FIRST]]
+            if len(ends) < (len(SEEDS) if self.tunes else FIRST):
                 break
             falls = [first - last for first, last in ends]
             fall = math.fsum(map(abs, falls) if stays else falls)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.pairs import Better, Pairs
-from steadygrad.studies.advise.plan import FEWEST_PAIRS, OTHER_RATES, lengths_of
+from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
+from steadygrad.studies.paired import FIRST
 
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
@@ -75,7 +76,7 @@ def _minutes(found: BatchSizes) -> float:
     """Time for the pairs that would decide over the size that needs the fewest."""
     most = found.failed or math.inf
     undecided = (pairs for arm, pairs in found.pairs.items() if arm < most and not pairs.passed)
-    missing = min((pairs.needed - len(pairs) for pairs in undecided), default=FEWEST_PAIRS)
+    missing = min((pairs.needed - len(pairs) for pairs in undecided), default=FIRST)
     own = sum(lengths_of(found.length, found.tolerance)) if found.decays else found.length
     # The search for rates takes its part as well.
     samples = missing * (own + found.length) / (1 - OTHER_RATES)

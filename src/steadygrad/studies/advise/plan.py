@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Plan
 from steadygrad.studies.ladder import NEAR
-from steadygrad.studies.paired import MOST
+from steadygrad.studies.paired import FIRST, MOST
 from steadygrad.studies.text import show
 from steadygrad.studies.trials import start_up
 
@@ -25,8 +25,6 @@ PAIRS = 12
 OTHER_RATES = 0.15
 # Steps of training below which a study rather has fewer pairs.
 FEW = 256
-# Pairs before which no batch size can be told from another.
-FEWEST_PAIRS = 4
 # Evaluations at the end of a training, and the parts of it between them: the loss after a single
 # optimizer step depends too much on that step's samples.
 END_MARKS, END_STEP = 4, 0.02
@@ -93,7 +91,7 @@ def make_plan(
     if found < FEW * batch_size:
         found = min(FEW * batch_size, 2.5 * max(0.0, time - rest / 2.5) / one)
     # At two sizes.
-    first = FEWEST_PAIRS * (lengths + 1) * own * (1 + len(NEAR) * tune)
+    first = FIRST * (lengths + 1) * own * (1 + len(NEAR) * tune)
     short = found < least if not samples else samples * first > time
     if short:
         need = samples * first if samples else (least * one + rest) / 2.5

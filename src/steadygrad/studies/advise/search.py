@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.plan import (
     END_MARKS,
-    FEWEST_PAIRS,
     LENGTHS,
     OTHER_RATES,
     PAIRS,
@@ -20,7 +19,7 @@ from steadygrad.studies.advise.plan import (
 from steadygrad.studies.advise.schema import Header, Noise
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import Ladder
-from steadygrad.studies.paired import MOST, next_look
+from steadygrad.studies.paired import FIRST, MOST, next_look
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trials import Trial, evaluation_cost
 
@@ -86,8 +85,8 @@ def _sizes(found: BatchSizes) -> Wanted:
     """The batch size: visited by strides and by halves, then decided."""
     if not found.length:
         return
-    if not found.tunes and len(found.own) < FEWEST_PAIRS:
-        for seed in range(FEWEST_PAIRS):
+    if not found.tunes and len(found.own) < FIRST:
+        for seed in range(FIRST):
             yield from _reference(found, seed, 0.0)
         return
     arm = _next_arm(found)
@@ -134,7 +133,7 @@ def _next_arm(found: BatchSizes) -> int | None:
 
 def _rates(found: BatchSizes) -> Wanted:
     """Other learning rates, at the smallest batch and then at the recommended one."""
-    if len(found.own) < FEWEST_PAIRS or found.tunes:
+    if len(found.own) < FIRST or found.tunes:
         return
     for arm in dict.fromkeys((0, found.advised)):
         known = {} if arm is None else found.others(arm)

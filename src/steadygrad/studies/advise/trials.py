@@ -10,7 +10,6 @@ from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import (
-    FEWEST_PAIRS,
     RUNS,
     end_marks,
     lengths_of,
@@ -22,6 +21,7 @@ from steadygrad.studies.arms import train
 from steadygrad.studies.calibration import clock_of, measured_speed
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
+from steadygrad.studies.paired import FIRST
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import SHARE
@@ -40,10 +40,10 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         InputError: If the budget is too small for any answer.
     """
     task, context = trainer.task, trainer.context
-    if 0 < settings.seeds < FEWEST_PAIRS:
+    if 0 < settings.seeds < FIRST:
         raise InputError(
-            f"--seeds should be at least {FEWEST_PAIRS}, or 0. Found {settings.seeds}. "
-            f"Remedy: --seeds {FEWEST_PAIRS}."
+            f"--seeds should be at least {FIRST}, or 0. Found {settings.seeds}. "
+            f"Remedy: --seeds {FIRST}."
         )
     own, seconds = measured_speed(trainer, task.batch_size), {1: 1 / speed}
     for multiple in RUNS:

@@ -4,33 +4,22 @@ import json
 import math
 import random
 import re
-from itertools import pairwise
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise import words
-from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
-from steadygrad.studies.advise.schema import Flat, Larger, Point, Scratch, Summary, Unfinished
+from steadygrad.studies.advise.schema import Larger, Noise, Summary, Unfinished
 from steadygrad.studies.folder import Results, dumps
-from steadygrad.studies.sequential import LOOKS
-from tests.unit.studies.advise.events import (
-    LENGTH,
-    branches,
-    law,
-    make_header,
-    measured,
-    point,
-    scratch,
-    seeds,
-    studied,
-)
+from steadygrad.studies.paired import looked
+from steadygrad.studies.schema import Training
+from tests.unit.studies.advise.events import ARM, law, make_header, seeds, studied, training
 
-POINTS = (1024, LENGTH)
-HEADER = make_header(POINTS)
+HEADER = make_header()
 
 
 def found(summary, kind):
@@ -38,17 +27,16 @@ def found(summary, kind):
     return next((finding for finding in summary.findings if isinstance(finding, kind)), None)
 
 
-def known(slower, *extra, header=HEADER, results=None):
-    """Evidence of branches, and of three pairs of sizes that need so many times the samples."""
+def known(slower, *extra):
+    """Evidence of four pairs of sizes that need so many times the samples."""
     runs = [*seeds(8), *(r for size, slow in slower.items() for r in seeds(size, slower=slow))]
-    results = measured(header) if results is None else results
-    return Evidence(header, Results([*results, *runs, *extra]))
+    return BatchSizes(HEADER, Results([*runs, *extra]))
 
 
 def random_record(seed):
     """Any header, any results that a study may leave, and the summary."""
     draw = random.Random(seed)
-    points = tuple(1024 * 4**i for i in range(draw.randint(1, 3)))
+    samples = 1024 * 4 ** draw.randint(0, 2)
     task = {
         "lr_rule": draw.choice(["sqrt", "linear", "constant"]),
         "beta2": draw.choice([None, 0.95, 0.999]),
@@ -59,18 +47,16 @@ def random_record(seed):
         "lr_decay": "linear" if seed % 9 == 4 else "none",
         "dependent": draw.random() < 0.2,
     }
-    settings = {"samples": draw.choice([0, points[-1]]), "tolerance": draw.choice([0.2, 0.5])}
+    settings = {"samples": draw.choice([0, samples]), "tolerance": draw.choice([0.2, 0.5])}
     runtime = {"world_size": draw.choice([1, 4])}
-    header = make_header(points, task=task, settings=settings, runtime=runtime)
+    header = make_header(samples, task=task, settings=settings, runtime=runtime)
     stop = draw.choice([400, 2000, 1e9, 1e9, 1e9])
     losses = (lambda s: 1 + s / 1e5) if seed % 25 == 3 else lambda s: law(min(s, stop))
-    rates = {rate: 10 ** draw.uniform(-0.4, 0.4) for rate in (0.5, 2.0)}
+    rates = {rate: 10 ** draw.uniform(-0.4, 0.4) for rate in (-1.0, 1.0)}
     made = studied(
         header,
         10 ** draw.uniform(0.5, 4),
         lengths=draw.choice([2, 20, 60, 60]),
-        grown=10 ** draw.uniform(1, 5),
-        at=tuple(10 ** draw.uniform(0.5, 5) for _ in range(3)),
         # An optimizer that leaves its rate aside.
         rates={} if seed % 11 == 5 else rates,
         sigma=10 ** draw.uniform(-5, -1.5),
@@ -78,9 +64,10 @@ def random_record(seed):
         losses=losses,
     )
     # Some are not there, and some of larger batches diverge.
-    made = [r for r in made if isinstance(r, Point) or draw.random() < 0.97]
-    large = [getattr(r, "batch_size", 8) > 8 and draw.random() < 0.01 for r in made]
-    made = [replace(r, loss=math.inf) if lost else r for r, lost in zip(made, large, strict=True)]
+    made = [r for r in made if draw.random() < 0.97]
+    large = [getattr(r, "arm", 0) > 0 and draw.random() < 0.01 for r in made]
+    lost = {"loss": math.inf, "curve": ((float(samples), math.inf),)}
+    made = [replace(r, **lost) if is_lost else r for r, is_lost in zip(made, large, strict=True)]
     results = Results(made)
     status = draw.choice(("complete", "interrupted", "budget", "failed"))
     return header, results, summarize(header, results, status)
@@ -92,14 +79,17 @@ def test_no_finding_contradicts_a_number(first):
     for seed in range(first, first + 20):
         header, results, summary = random_record(seed)
         advised, tolerance = summary.recommendation, summary.tolerance
-        evidence, rows = Evidence(header, results), {run.batch_size: run for run in summary.checked}
+        evidence, rows = (
+            BatchSizes(header, results),
+            {run.batch_size: run for run in summary.checked},
+        )
         assert summary.findings[0] is advised
         assert [*rows] == sorted(rows)
         for run in summary.checked:
             assert run.within == (run.overhead <= tolerance and run.high <= 1.25 * tolerance)
             assert run.beyond == (run.low > tolerance)
             assert run.low <= run.overhead <= run.high
-            assert run.seeds in LOOKS
+            assert run.seeds == looked(run.seeds)
         # Nothing is advised that failed, that diverged, or that is above what did.
         if advised.batch_size not in (None, summary.batch_size):
             run = rows[advised.batch_size]
@@ -116,20 +106,9 @@ def test_no_finding_contradicts_a_number(first):
         assert (advised.batch_size is None) == (advised.why != "")
         assert (advised.minutes is None) == (advised.why != "undecided")
         assert (advised.why == "flat") == (evidence.length == 0)
-        compared = evidence.length == 0 or evidence.sizes
+        compared = evidence.length == 0 or evidence.pairs
         assert (advised.why == "unmeasured") == (not compared)
-        # No stage is larger than what was trained from there on.
-        if schedule := summary.schedule:
-            stages = [(stage.from_samples, stage.batch_size) for stage in schedule.stages]
-            assert all(a < b and b % a == 0 for (_, a), (_, b) in pairwise(stages))
-            for start, size in stages:
-                later = [p for p in summary.points if p.resolved and p.samples >= start]
-                assert all(size <= p.critical.safe for p in later)
-                assert start < evidence.length
-            assert schedule.steps < evidence.length / evidence.constant
-            assert schedule.advised == bool(schedule.check and schedule.check.within)
-        going_on = summary.going_on
-        assert not going_on or going_on.batch_size < evidence.diverged
+        assert summary.noise == (results.select(Noise)[-1].points if results.select(Noise) else ())
         # A summary is a function of the results, and can be written and read.
         text = dumps(summary.to_dict())
         assert text == dumps(summarize(header, results, summary.status).to_dict())
@@ -166,22 +145,22 @@ def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, deca
 
     task = {"lr_decay": "linear" if decays else "none"}
 
-    def length_of(*lengths, count=3, **settings):
+    def length_of(*lengths, count=4, **settings):
         runs = [
-            scratch(8, seed, samples, decays=decays, losses=losses)
+            training(8, seed, samples, decays=decays, losses=losses)
             for seed in range(count)
             for n in lengths
             for samples in (lengths_of(n, 0.2) if decays else [n])
         ]
-        return Evidence(make_header(task=task, settings=settings), Results(runs)).length
+        return BatchSizes(make_header(task=task, settings=settings), Results(runs)).length
 
     assert length_of(4096, 2048, 1024, 512) == length
     # With the longest alone, the next is wanted.
     assert length_of(4096) == (4096 if length == 4096 else 2048)
-    # Two seeds tell nothing yet, and a length that was given stays.
-    assert length_of(4096, 2048, 1024, 512, count=2) == length_of(4096, samples=4096) == 4096
+    # Three seeds tell nothing yet, and a length that was given stays.
+    assert length_of(4096, 2048, 1024, 512, count=3) == length_of(4096, samples=4096) == 4096
     # A plan of fewer steps than any training should have is no loss that does not fall.
-    assert Evidence(make_header((32,)), Results([])).length == 32
+    assert BatchSizes(make_header(32), Results([])).length == 32
 
 
 @pytest.mark.parametrize(
@@ -199,13 +178,14 @@ def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, deca
     ],
 )
 def test_the_largest_that_passed_below_the_smallest_that_failed(slower, failed, constant, larger):
-    runs = [*seeds(12, rate=2.0), *seeds("8-16@1024"), *seeds(24, samples=2048)]
+    runs = [*seeds(12, step=1.0), *seeds(24, samples=2048)]
     for size, slow in slower.items():
         runs += seeds(size, slower=slow, spread=0.02 if slow == 1.2 else 0.0)
     evidence = known({}, *runs)
-    # Other lengths, rates and schedules are no size.
-    assert [*evidence.sizes] == sorted(slower)
-    assert (evidence.failed, evidence.constant) == (failed, constant)
+    # Other lengths and rates are no size.
+    assert [evidence.size(arm) for arm in evidence.pairs] == sorted(slower)
+    assert evidence.failed == ARM.get(failed)
+    assert evidence.advised == ARM.get(constant)
     summary = summarize(HEADER, evidence.results, "complete")
     advice, said = summary.recommendation, found(summary, Larger)
     assert (advice.batch_size, said and said.run.batch_size) == (constant, larger)
@@ -216,58 +196,14 @@ def test_the_largest_that_passed_below_the_smallest_that_failed(slower, failed, 
         assert advice.lr == pytest.approx(0.001 * math.sqrt(constant / 8))
 
 
-LOST = dict.fromkeys((64, 128, 256, 512), 1e9)
-
-
-@pytest.mark.parametrize(("at", "told"), [((0,), 64), ((1,), None), ((0, 1), None)])
-def test_nothing_is_advised_above_what_diverged_at_any_point(at, told):
-    results = [point(i, POINTS[i]) for i in (0, 1)]
-    for i in (0, 1):
-        results += branches(1e5, sigma=5e-4, point=i, diverged=LOST if i in at else ())
-    evidence = known({32: 1.0}, results=results)
-    assert (evidence.diverged, evidence.constant, evidence.schedule) == (64, 32, ())
-    assert [evidence.safe(evidence.criticals[i]) for i in (0, 1)] == [32, 32]
-    # At a point where it diverged itself, no other point need say so.
-    going_on = summarize(HEADER, evidence.results, "complete").going_on
-    assert (going_on.batch_size, going_on.diverged) == (32, told)
-
-
-@pytest.mark.parametrize(
-    ("points", "criticals", "constant", "sizes"),
-    [
-        # It begins with the constant batch or below, and has to make up for that.
-        (POINTS, (20.0, 1e5), 64, []),
-        (POINTS, (1e5, 1e5), 64, [64, 512]),
-        (POINTS, (120.0, 1e5), 24, [16, 32]),
-        ((512, 2048, 4096), (60.0, 120.0, 1e5), 12, [8, 16, 32]),
-        ((512, 2048, 4096), (60.0, 120.0, 1e5), 64, []),
-    ],
-)
-def test_a_schedule_takes_fewer_steps_than_the_constant_batch(points, criticals, constant, sizes):
-    header = make_header(points)
-    evidence = known({constant: 1.0}, header=header, results=measured(header, criticals))
-    assert evidence.constant == constant
-    assert [size for _, size in evidence.schedule] == sizes
-
-
 def test_an_evaluation_that_falls_in_no_training_is_not_judged():
-    runs = known({16: 1.0}).results
-    least = min(run.loss for run in runs if not getattr(run, "repeat", 1))
-    runs.add(replace(runs.select(Scratch)[1], repeat=1, loss=least - 1))  # begins elsewhere
+    runs = known({16: 1.1}).results
+    least = min(run.loss for run in runs if not run.seed)
+    runs.add(replace(runs.select(Training)[1], seed=1, loss=least - 1))  # begins elsewhere
     for first, start, rises in [(least, "", 1), (least, "Task.start", 0), (least + 1e-9, "", 0)]:
         task = replace(HEADER.task, provenance={start: ""})
         summary = summarize(replace(HEADER, task=task, first_value=first), runs, "budget")
         assert (summary.answer == summary.rise, summary.checked == ()) == (rises, rises)
-
-
-def test_points_along_whose_branches_the_loss_does_not_fall():
-    second = branches(1e5, sigma=0.5, seed=3, point=1)
-    events = [point(0, 1024), *branches(120.0, sigma=1e-3), *second, point(1, LENGTH)]
-    header = make_header(task={"train_size": 512})
-    summary = summarize(header, Results(events), "complete")
-    assert found(summary, Flat) == Flat(points=(LENGTH,), epochs=8.0)
-    assert [row.resolved for row in summary.points] == [True, False]
-    assert summary.going_on.from_samples == 1024
 
 
 @pytest.mark.parametrize(("optimizer", "keep"), [("AdamW", False), ("AdamW", True), ("SGD", False)])

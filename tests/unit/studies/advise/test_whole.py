@@ -1,0 +1,58 @@
+"""Whole studies with the program's own planner, over tasks whose answers are known."""
+
+import torch
+from torch import nn
+
+from steadygrad.studies.advise.schema import Settings
+from steadygrad.studies.run import start
+from steadygrad.tasks import Task, TensorSamples
+from tests.unit.studies.framework import Watcher, speed_in_a_moment
+
+
+def make_model() -> nn.Module:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.normal_(model.weight, std=0.01)
+    return model
+
+
+def task_of(rule: str) -> Task:
+    """A weight that is to become one; all samples say so."""
+    return Task(
+        name="one",
+        sample="number",
+        make_model=make_model,
+        train=TensorSamples(torch.ones(1024, 1)),
+        valid=TensorSamples(torch.ones(1, 1)),
+        per_sample_loss=lambda model, x: (model.weight.ravel() - x.ravel()).square(),
+        make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        lr=0.005,
+        batch_size=4,
+        lr_rule=rule,
+    )
+
+
+def advice(task, folder, **settings):
+    """The summary of a study that has time enough for all its seeds."""
+    known = {"task": "a Task object", "device": "cpu", "threads": 1, "workers": 1, "budget": 1e5}
+    with speed_in_a_moment():
+        chosen = Settings(**{**known, "samples": 256, "seeds": 5, **settings})
+        return start("advise", chosen, folder, task=task, monitor=Watcher()).summary
+
+
+def test_where_a_larger_batch_only_takes_fewer_steps_the_smallest_is_advised(tmp_path):
+    """All samples are alike, and so are all batches: twice the batch needs twice the samples."""
+    found = advice(task_of("constant"), tmp_path / "run")
+    assert (found.status, found.recommendation.batch_size) == ("complete", 4)
+    assert found.checked[0].batch_size == 6
+    assert found.checked[0].low > 0.2
+    # No sample deviates, so that the gradient has no noise.
+    assert max(abs(point.noise_trace) for point in found.noise) < 1e-6
+
+
+def test_where_the_rate_makes_up_for_the_batch_a_larger_one_is_advised(tmp_path):
+    """A step of twice the batch goes twice as far: as far as two of the smaller ones, nearly."""
+    found = advice(task_of("linear"), tmp_path / "run")
+    assert found.status == "complete"
+    assert found.recommendation.batch_size == max(row.batch_size for row in found.checked)
+    assert found.recommendation.overhead <= 0.2
+    assert found.noise[-1].samples == 256
