@@ -21,9 +21,9 @@ from scipy import special
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import hardware, save
+from steadygrad.studies.sequential import LOOKS, interval
 
 from steadygrad.studies.ab.sequence import compare
-from steadygrad.studies.sequential import LOOKS, interval
 
 PAIRS, ALPHA, CHUNK = 100, 0.05, 1000
 Floats = np.ndarray

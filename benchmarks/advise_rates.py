@@ -33,8 +33,8 @@ from steadygrad.studies.advise.analysis import RATES
 from steadygrad.studies.advise.findings import verdict
 from steadygrad.studies.advise.pairs import better
 from steadygrad.studies.advise.plan import PAIRS, lengths_of
-from steadygrad.studies.advise.schema import Scratch
-from steadygrad.studies.sequential import LOOKS
+from steadygrad.studies.paired import next_look
+from steadygrad.studies.schema import Training
 
 LENGTHS = {"digits": 4608, "marriages": 4608, "words": 4608, "mnist": 3072}
 MISSED = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -55,31 +55,30 @@ def losses(folder: Path, task: str, rate: float, seed: int) -> dict[str, float]:
     return json.loads((folder / run.path).read_text())["losses"]
 
 
-def scratch(found: dict[str, float], seed: int) -> Scratch:
+def training(found: dict[str, float], seed: int) -> Training:
     """The run as `advise` records it, as far as its comparison reads it."""
     curve = tuple((float(n), loss) for n, loss in found.items())
-    names = dict.fromkeys(Scratch.__struct_fields__)
-    return Scratch(**names | {"repeat": seed, "loss": curve[-1][1], "curve": curve})
+    known = {"arm": 0, "samples": 0, "step": 0.0, "lr": 0.0}
+    return Training(seed=seed, loss=curve[-1][1], curve=curve, **known)
 
 
 def study(job: tuple[str, float, int], folder: Path) -> tuple[str, float, str, int]:
     """One study's verdict, and its pairs."""
     task, missed, number = job
-    seeds, known = range(number * PAIRS, (number + 1) * PAIRS), {}
-    for look in (look for look in LOOKS if look <= PAIRS):
-        if any(found.sure for found in known.values()):
-            break
+    seeds, known, look = range(number * PAIRS, (number + 1) * PAIRS), {}, 0
+    while (look := next_look(look, PAIRS)) and not any(found.sure for found in known.values()):
 
-        def runs(rate: float, look: int = look) -> list[Scratch]:
-            return [scratch(losses(folder, task, missed * rate, i), i) for i in seeds[:look]]
+        def runs(rate: float, look: int = look) -> dict[int, Training]:
+            some = seeds[:look]
+            return {i: training(losses(folder, task, missed * rate, i), i) for i in some}
 
         own = runs(1.0)
-        if not all(math.isfinite(run.loss) for run in own):
+        if not all(math.isfinite(run.loss) for run in own.values()):
             return task, missed, "diverged", look
-        base = {run.repeat: run.curve for run in own}
-        for rate in RATES:
-            if rate not in known or not known[rate].decided:
-                known[rate] = better(runs(rate), own, base)
+        base = {seed: run.curve for seed, run in own.items()}
+        for step in RATES:
+            if step not in known or not known[step].decided:
+                known[step] = better(runs(2.0**step), own, base)
     return task, missed, verdict(known), max(found.pairs for found in known.values())
 
 
@@ -107,7 +106,7 @@ def wrong(task: str, missed: float, said: str, folder: Path) -> bool:
         error = 2 * stdev(gains) / len(gains) ** 0.5
         return fmean(gains) > error if said == "fits" else fmean(gains) < -error
 
-    return any(contradicted(rate) for rate in {"low": (2.0,), "high": (0.5,)}.get(said, RATES))
+    return any(contradicted(rate) for rate in {"low": (2.0,), "high": (0.5,)}.get(said, (0.5, 2.0)))
 
 
 def main() -> None:

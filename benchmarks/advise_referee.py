@@ -306,10 +306,9 @@ def rules(truth: Mapping[int, Truth], samples: int, noise: float | None) -> dict
 
 
 def trained(folder: Path) -> int:
-    """Samples that a study trained or measured gradients on, by its record."""
+    """Samples that a study trained on, by its record."""
     rows = [json.loads(path.read_text()) for path in (folder / "results").rglob("*.json")]
-    main = max((row["samples"] for row in rows if row["kind"] == "point"), default=0)
-    return main + sum(row["samples"] for row in rows if row["kind"] != "point")
+    return sum(row["samples"] for row in rows)
 
 
 def busy(folder: Path) -> float:
@@ -322,7 +321,7 @@ def busy(folder: Path) -> float:
 
 
 def noise_at_end(summary: dict) -> float | None:
-    found = [point["noise"] for point in summary.get("points", ()) if point.get("noise")]
+    found = summary.get("noise", ())
     value = float(found[-1]["value"]) if found and found[-1]["resolved"] else math.nan
     return value if math.isfinite(value) else None
 

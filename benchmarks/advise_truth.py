@@ -2,20 +2,16 @@
 
     python benchmarks/advise_truth.py --save
 
-For each world the whole study is run with every seed: search, trials, schedule, words.
+For each world the whole study is run with every seed: search, trials, words.
 Its claims are compared with the expected losses of ``benchmarks.truth.exact``:
 
-- the interval of the critical batch size at every point covers the truth from that point's weights;
-- the batch size for continuing from a point truly stays within the tolerance there;
-- a point is unresolved only where the truth says so: its loss falls by less than 3 deviations of a
-  single run;
-- the recommended batch's, and the schedule's, true overhead at the stated length;
+- the interval of a checked batch size covers its true overhead;
+- the recommended batch's true overhead at the stated length;
 - the verdict on the learning rate: "low" or "high" must be worth a tenth of the samples in truth.
 """
 
 import argparse
 import json
-import math
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
@@ -28,22 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import hardware, save
 from benchmarks.truth import exact
-from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study, start_at
+from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
 from steadygrad.noise.schedule import learning_rate
-from steadygrad.studies.advise.analysis import Evidence
+from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import LENGTHS, end_marks, plan_of_length
 
 TOLERANCE = 0.2
 # The largest overhead that is told from larger ones.
 KNOWN = LENGTHS[0] * TOLERANCE
-# Falls of so many deviations of one run are resolvable with three repeats.
-RESOLVABLE = 3.0
 # Samples of a study, in lengths of its trainings.
 WORK = 64
-REPLICAS, POINT_REPLICAS = 512, 128
+REPLICAS = 512
 
 
 def study(task: tuple[str, int, int]) -> dict:
@@ -52,132 +46,90 @@ def study(task: tuple[str, int, int]) -> dict:
     world = WORLDS[name]
     plan = plan_of_length(horizon, world.batch_size, 4 * world.horizon, seeds=64, speed=1000.0)
     header = header_of(world, seed, plan)
-    journal, states = run_study(header, CompiledTrainer(world, seed), WORK * horizon)
-    found, summary = Evidence(header, journal), summarize(header, journal, "budget")
+    results = run_study(header, CompiledTrainer(world, seed), WORK * horizon)
+    found, summary = BatchSizes(header, results), summarize(header, results, "budget")
+    batch = summary.recommendation.batch_size
     return {
         "world": name,
         "seed": seed,
         "length": found.length,
-        "points": [point_row(world, found, states, i) for i in found.criticals],
         "checks": [check_row(world, found, run) for run in summary.checked],
-        "batch": found.constant,
+        "batch": batch,
         "best": best_of(world, found),
-        "overhead": overhead_of(world, found, ((0, found.constant),)) if found.constant else None,
-        "schedule": schedule_row(world, found, summary),
+        "overhead": overhead_of(world, found, batch) if batch else None,
         "rates": [rate_row(world, found, rate) for rate in summary.rates],
         "words": [summary.answer, *summary.remarks],
     }
 
 
-def best_of(world, found: Evidence) -> int:
+def best_of(world, found: BatchSizes) -> int:
     """The largest batch size whose true overhead is tolerable, below those whose is not."""
     best = world.batch_size
-    for size in found.rungs[1:]:
-        if overhead_of(world, found, ((0, size),)) > TOLERANCE:
+    for size in found.plan.arms[1:]:
+        if overhead_of(world, found, size) > TOLERANCE:
             break
         best = size
     return best
 
 
-def point_row(world, found: Evidence, states, i: int) -> dict:
-    critical, start = found.criticals[i], start_at(states, i)
-    length = found.header.plan.branch_samples[i]
-    row = {"samples": found.header.plan.points[i], "resolved": critical.resolved}
-    if not critical.resolved:
-        fall = exact.fall_over_spread(world, start, length)
-        return row | {"resolvable": bool(fall >= RESOLVABLE), "fall": float(fall)}
-    truth = exact.critical_batch(world, start, length, TOLERANCE, replicas=POINT_REPLICAS)
-    above = truth.value > critical.sizes[-1] and math.isinf(critical.high)
-    # A truth that is itself an average over replicas has an error.
-    slack = math.exp(2 * truth.error) if math.isfinite(truth.error) else math.inf
-    covered = above or critical.low / slack <= truth.value <= critical.high * slack
-    safe = found.safe(critical)
-    row |= {"safe": safe, "safe_overhead": truth.overheads.get(safe)}
-    return row | {"covered": bool(covered), "known": critical.known, "truth": truth.value} | {
-        "low": critical.low, "high": critical.high
-    }  # fmt: skip
-
-
-def check_row(world, found: Evidence, run) -> dict:
+def check_row(world, found: BatchSizes, run) -> dict:
     marks = tuple(end_marks(found.length, decays=False))
-    truth = overhead_of(world, found, ((0, run.batch_size),), marks)
+    truth = overhead_of(world, found, run.batch_size, marks)
     return {"size": run.batch_size, "seeds": run.seeds, "low": run.low, "high": run.high} | {
         "overhead": run.overhead, "truth": truth
     }  # fmt: skip
 
 
-def schedule_row(world, found: Evidence, summary) -> dict | None:
-    if summary.schedule is None or not summary.schedule.advised:
-        return None
-    check = summary.schedule.check
-    return {"overhead": check.overhead, "truth": overhead_of(world, found, found.schedule)}
-
-
-def overhead_of(world, found: Evidence, stages, marks: tuple[int, ...] = ()) -> float:
-    """True overhead of a batch size, or of stages, over the run with the advised warm-up.
+def overhead_of(world, found: BatchSizes, size: int, marks: tuple[int, ...] = ()) -> float:
+    """True overhead of a batch size over the run with the advised warm-up.
 
     At its end, or where a measured overhead stands: on the mean over its last evaluations.
     """
-    warmup = found.warmup_samples
-    return true_overhead(world, tuple(stages), found.length, warmup, marks=marks)
+    warmup = found.warmup_samples(found.plan.arms.index(size))
+    return true_overhead(world, size, found.length, warmup, marks=marks)
 
 
 @cache
 def true_overhead(
-    world, stages, length: int, warmup: int, factor: float = 1.0, marks: tuple[int, ...] = ()
+    world, size: int, length: int, warmup: int, factor: float = 1.0, marks: tuple[int, ...] = ()
 ) -> float:
-    """True overhead of a run from scratch; many seeds ask for the same."""
-    batches, rates, at = [], [], 0
-    borders = [*(start for start, _ in stages[1:]), length]
-    for (_, size), border in zip(stages, borders, strict=True):
-        top = factor * learning_rate(1.0, size, world.batch_size, world.rule)
-        while at + size <= border:
-            part = min(1.0, (at + size / 2) / warmup) if warmup else 1.0
-            rates.append(world.lr * (1 + (top - 1) * part))
-            batches.append(size)
-            at += size
-    steps = np.array(batches), np.array(rates)
+    """True overhead of a training from scratch; many seeds ask for the same."""
+    top = factor * learning_rate(1.0, size, world.batch_size, world.rule)
+    middles = size * (np.arange(length // size) + 0.5)
+    parts = np.minimum(1.0, middles / warmup) if warmup else np.ones_like(middles)
+    steps = np.full(len(middles), size), world.lr * (1 + (top - 1) * parts)
     return exact.steps_overhead(world, *steps, length, REPLICAS, marks)
 
 
-def rate_row(world, found: Evidence, rate) -> dict:
-    stages, warmup = ((0, rate.batch_size),), found.warmup_samples
-    warmup *= rate.batch_size > world.batch_size
+def rate_row(world, found: BatchSizes, rate) -> dict:
+    size = rate.batch_size
+    warmup = found.warmup_samples(found.plan.arms.index(size))
     truth = {
-        factor: true_overhead(world, stages, found.length, warmup, factor)
+        factor: true_overhead(world, size, found.length, warmup, factor)
         for factor in (0.5, 1.0, 2.0)
     }
-    return {"verdict": rate.verdict, "size": rate.batch_size, "truth": truth}
+    return {"verdict": rate.verdict, "size": size, "truth": truth}
 
 
 def summed(rows: list[dict]) -> list[str]:
     """A world's row of the table."""
-    points = [p for row in rows for p in row["points"]]
-    resolved = [p for p in points if p["resolved"]]
-    lost = sum(p.get("resolvable", False) for p in points)
     checks = [c for row in rows for c in row["checks"]]
     # An interval that begins at none, or ends beyond what is known, reaches on.
     covered = [
         (c["low"] == 0 or min(c["low"], KNOWN) <= c["truth"]) and c["truth"] <= c["high"]
         for c in checks
     ]
-    safe = [p["safe_overhead"] for p in resolved if p["safe_overhead"] is not None]
     advised = [row["overhead"] for row in rows if row["overhead"] is not None]
     timid = [2 * row["batch"] <= row["best"] for row in rows if row["batch"]]
-    schedules = [row["schedule"]["truth"] for row in rows if row["schedule"]]
     rates = [rate for row in rows for rate in row["rates"]]
     verdicts = [rate["verdict"] or "?" for rate in rates]
     return [
         rows[0]["world"],
         str(len(rows)),
-        share([p["covered"] for p in resolved]),
-        share([value <= 0.25 for value in safe]),
-        f"{lost} of {len(points)}",
         share(covered),
         share([value <= 0.25 for value in advised]),
         quantiles(advised),
         share(timid),
-        share([value <= 0.25 for value in schedules]),
         " ".join(f"{v} {verdicts.count(v)}" for v in sorted(set(verdicts))),
         share([r for rate in rates if rate["verdict"] and (r := judged_right(rate)) is not None]),
     ]
@@ -210,14 +162,10 @@ def quantiles(values: list[float]) -> str:
 HEAD = [
     "world",
     "seeds",
-    "interval covers truth at points",
-    "continuing truly <= 25 %",
-    "unresolved though resolvable",
     "check's interval covers truth",
     "advised batch truly <= 25 %",
     "its true overhead, 5 % to 95 %",
     "half the best size or less",
-    "schedule truly <= 25 %",
     "learning rate",
     "verdict right",
 ]

@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.truth.exact import Start
 from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Header, Plan, Settings
-from steadygrad.studies.advise.trials import TRIALS, trials_of
+from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import SCHEMA, Results
 from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo
 from steadygrad.studies.trainer import Rate
 from steadygrad.studies.trials import seed_for
-from steadygrad.studies.work import Workplace
+from steadygrad.studies.work import Workplace, trials_of
 
-__all__ = ["CompiledTrainer", "header_of", "run_study", "start_at"]
+__all__ = ["CompiledTrainer", "header_of", "run_study"]
 
 
 @njit(cache=True)
@@ -71,6 +70,7 @@ class CompiledTrainer:
             lr_rule=world.rule,
             lr_decay="none",
         )
+        self.optimizer = None
         self.context = SimpleNamespace(gather=lambda value: [value], on_main=lambda work: work())
         self.restart()
 
@@ -82,15 +82,6 @@ class CompiledTrainer:
 
     def seed_everything(self, *names: object) -> None:
         pass
-
-    def state(self, samples: int) -> Any:
-        kept = {name: getattr(self, name).copy() for name in ("weights", "first", "second")}
-        return SimpleNamespace(**kept, steps=self.steps, samples=samples)
-
-    def load(self, state: Any) -> None:
-        for name in ("weights", "first", "second"):
-            setattr(self, name, getattr(state, name).copy())
-        self.steps = state.steps
 
     def run(self, order: Order, start: int, stop: int, batch_size: int, *, rate=None, seen=None):
         rate, world = rate or Rate(), self.world
@@ -115,14 +106,6 @@ class CompiledTrainer:
         with np.errstate(all="ignore"):
             loss = float(self.world.loss(self.weights))
         return loss if loss < 1e30 else float("inf")
-
-
-class _States(dict):
-    def save(self, name: str, state: Any) -> None:
-        self[name] = state
-
-    def load(self, name: str, samples: int) -> Any:
-        return self.get(name)
 
 
 def header_of(world: World, seed: int, plan: Plan) -> Header:
@@ -157,25 +140,12 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
     )
 
 
-def run_study(header: Header, trainer: Any, work: float) -> tuple[Results, dict[str, Any]]:
-    """Runs trials, but not the noise scale's, until they have trained on ``work`` samples.
-
-    Returns:
-        The results, and the states of training at the points.
-    """
-    journal, states = Results(), _States()
-    place = Workplace(trainer, states, lambda samples, what: None, header)  # type: ignore[arg-type]
-    while work > 0 and (found := trials_of(header, journal)):
-        job = found[0].job(journal) or {}
-        work -= found[0].cost
-        parameters = {name: value for name, value in job.items() if name != "kind"}
-        journal.add(TRIALS[job["kind"]](header.plan, place, **parameters))
-    return journal, states
-
-
-def start_at(states: dict[str, Any], point: int) -> Start:
-    """Where training was at a point, for the exact formulas."""
-    state = states[f"point-{point}"]
-    if not state.second.any():
-        return Start(state.weights)
-    return Start(state.weights, state.first, state.second, state.steps)
+def run_study(header: Header, trainer: Any, work: float) -> Results:
+    """The results of trials that have trained on ``work`` samples."""
+    found = Results()
+    place = Workplace(trainer, None, lambda samples, what: None, header)  # type: ignore[arg-type]
+    while work > 0 and (trials := trials_of(header, found)):
+        kind, *values = trials[0].key
+        work -= trials[0].cost
+        found.add(TRIALS[kind](header.plan, place, *values))
+    return found

@@ -7,7 +7,6 @@ from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
 from steadygrad.studies.advise.plan import plan_of_length
-from steadygrad.studies.advise.schema import Branch, Point, Scratch
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.trainer import Trainer
@@ -17,21 +16,16 @@ from steadygrad.studies.trainer import Trainer
 @pytest.mark.parametrize("name", ["quadratic", "adam-regression"])
 def test_every_trial_gives_the_losses_of_torch(name):
     world = replace(WORLDS[name], size=8, horizon=1024)
-    plan = plan_of_length(1024, 4, 4096, seeds=3, speed=1000.0)
+    plan = plan_of_length(1024, 4, 4096, seeds=4, speed=1000.0)
     header = header_of(world, 3, plan)
     context = DistributedContext(Deadline())
     trainer = Trainer(world.task(3), seed=3, dtype="float32", context=context)
     work = 16 * plan.samples
-    expected, _ = run_study(header, trainer, work)
-    found, states = run_study(header, CompiledTrainer(world, 3), work)
-    keys = [result.key for result in expected]
-    assert [result.key for result in found] == keys
-    assert {type(result) for result in found} == {Point, Branch, Scratch}
-    assert {*states} == {f"point-{result.point}" for result in found.select(Point)}
+    expected = run_study(header, trainer, work)
+    found = run_study(header, CompiledTrainer(world, 3), work)
+    assert [result.key for result in found] == [result.key for result in expected]
+    assert len({result.arm for result in found}) > 1
     for a, b in zip(expected, found, strict=True):
-        if isinstance(a, Point):
-            assert b.valid_loss == pytest.approx(a.valid_loss, rel=1e-4)
-            continue
         assert [place for place, _ in a.curve] == [place for place, _ in b.curve]
         # torch's weights are float32, rounded at each of up to 384 steps.
         losses = [[loss for _, loss in result.curve] for result in (a, b)]
