@@ -54,7 +54,7 @@ with tempfile.TemporaryDirectory() as home:
         make_optimizer=make_optimizer,
         optimizer_takes="model",
     )
-    size = {"samples": 64 * task.batch_size, "seeds": 3, "budget": "10m"}
+    size = {"samples": 64 * task.batch_size, "seeds": 4, "budget": "10m"}
     result = steadygrad.advise(task, **size, threads=1, out=Path(home, "run"), progress=False)
 
 print(result)
