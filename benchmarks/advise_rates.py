@@ -31,7 +31,7 @@ from side_by_side import hardware, save
 
 from steadygrad.studies.advise.analysis import RATES
 from steadygrad.studies.advise.findings import verdict
-from steadygrad.studies.advise.pairs import better
+from steadygrad.studies.advise.pairs import other_rate
 from steadygrad.studies.advise.plan import PAIRS, lengths_of
 from steadygrad.studies.paired import next_look
 from steadygrad.studies.schema import Training
@@ -66,7 +66,9 @@ def study(job: tuple[str, float, int], folder: Path) -> tuple[str, float, str, i
     """One study's verdict, and its pairs."""
     task, missed, number = job
     seeds, known, look = range(number * PAIRS, (number + 1) * PAIRS), {}, 0
-    while (look := next_look(look, PAIRS)) and not any(found.sure for found in known.values()):
+    while (look := next_look(look, PAIRS)) and not any(
+        found.verdict == "better" for found in known.values()
+    ):
 
         def runs(rate: float, look: int = look) -> dict[int, Training]:
             some = seeds[:look]
@@ -77,9 +79,9 @@ def study(job: tuple[str, float, int], folder: Path) -> tuple[str, float, str, i
             return task, missed, "diverged", look
         base = {seed: run.curve for seed, run in own.items()}
         for step in RATES:
-            if step not in known or not known[step].decided:
-                known[step] = better(runs(2.0**step), own, base)
-    return task, missed, verdict(known), max(found.pairs for found in known.values())
+            if step not in known or not known[step].verdict:
+                known[step] = other_rate(runs(2.0**step), own, base)
+    return task, missed, verdict(known), max(found.seeds for found in known.values())
 
 
 def wrong(task: str, missed: float, said: str, folder: Path) -> bool:

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import hardware, save
 from benchmarks.truth import exact
-from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study
+from benchmarks.truth.compiled import CompiledTrainer, header_of, plan_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import LENGTHS, end_marks, plan_of_length
+from steadygrad.studies.advise.plan import LENGTHS, end_marks
 
 TOLERANCE = 0.2
 # The largest overhead that is told from larger ones.
@@ -44,7 +44,7 @@ def study(task: tuple[str, int, int]) -> dict:
     """Runs one study and compares it with the truth."""
     name, seed, horizon = task
     world = WORLDS[name]
-    plan = plan_of_length(horizon, world.batch_size, 4 * world.horizon, seeds=64, speed=1000.0)
+    plan = plan_of(world, horizon, seeds=64)
     header = header_of(world, seed, plan)
     results = run_study(header, CompiledTrainer(world, seed), WORK * horizon)
     found, summary = BatchSizes(header, results), summarize(header, results, "budget")

@@ -13,6 +13,7 @@ from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
 
 from steadygrad.noise.schedule import learning_rate
+from steadygrad.studies.advise.plan import FEWEST_STEPS, sizes_of
 from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import SCHEMA, Results
@@ -22,7 +23,7 @@ from steadygrad.studies.trainer import Rate
 from steadygrad.studies.trials import seed_for
 from steadygrad.studies.work import Workplace, trials_of
 
-__all__ = ["CompiledTrainer", "header_of", "run_study"]
+__all__ = ["CompiledTrainer", "header_of", "plan_of", "run_study"]
 
 
 @njit(cache=True)
@@ -106,6 +107,12 @@ class CompiledTrainer:
         with np.errstate(all="ignore"):
             loss = float(self.world.loss(self.weights))
         return loss if loss < 1e30 else float("inf")
+
+
+def plan_of(world: World, samples: int, seeds: int) -> Plan:
+    """A plan over so many samples."""
+    arms = sizes_of(world.batch_size, samples // FEWEST_STEPS, 1)
+    return Plan(arms=arms, samples=samples, seeds=seeds, samples_per_second=1000.0, work=1)
 
 
 def header_of(world: World, seed: int, plan: Plan) -> Header:

@@ -23,7 +23,6 @@ class Ladder:
 
     Attributes:
         losses: By octave, ascending; None: not trained yet.
-        missing: Octaves and seeds that are to be trained next.
     """
 
     def __init__(self, evidence: Evidence, arm: int, samples: int) -> None:
@@ -50,6 +49,7 @@ class Ladder:
 
     @property
     def missing(self) -> Iterator[tuple[int, int]]:
+        """Octaves and seeds that are to be trained next."""
         for step in self.losses:
             found = self._tried(step)
             yield from ((step, seed) for seed in SEEDS if seed not in found)

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks.truth.compiled import CompiledTrainer, header_of, run_study
+from benchmarks.truth.compiled import CompiledTrainer, header_of, plan_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
-from steadygrad.studies.advise.plan import plan_of_length
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.trainer import Trainer
@@ -16,7 +15,7 @@ from steadygrad.studies.trainer import Trainer
 @pytest.mark.parametrize("name", ["quadratic", "adam-regression"])
 def test_every_trial_gives_the_losses_of_torch(name):
     world = replace(WORLDS[name], size=8, horizon=1024)
-    plan = plan_of_length(1024, 4, 4096, seeds=4, speed=1000.0)
+    plan = plan_of(world, 1024, seeds=4)
     header = header_of(world, 3, plan)
     context = DistributedContext(Deadline())
     trainer = Trainer(world.task(3), seed=3, dtype="float32", context=context)

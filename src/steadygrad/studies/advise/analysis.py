@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from steadygrad.noise.schedule import learning_rate
-from steadygrad.studies.advise.pairs import Better, Curves, Pairs, better, shared_variance
+from steadygrad.studies.advise.pairs import Curves, Pairs, other_rate, shared_variance
 from steadygrad.studies.advise.plan import LEAST, lengths_of
+from steadygrad.studies.advise.schema import OtherRate
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
 from steadygrad.studies.paired import FIRST, Evidence
@@ -107,11 +108,11 @@ class BatchSizes(Evidence):
         """The arm of the recommended batch size; None where nothing is known."""
         return 0 if self.passed is None and self.failed == 1 else self.passed
 
-    def others(self, arm: int) -> dict[float, Better]:
+    def others(self, arm: int) -> dict[float, OtherRate]:
         """Other learning rates beside the rule's; those without a look are left out."""
         own = self.trainings(arm, self.length)
         rates = ((step, self.trainings(arm, self.length, step)) for step in RATES)
-        found = {step: better(runs, own, self.own) for step, runs in rates}
+        found = {step: other_rate(runs, own, self.own) for step, runs in rates}
         return {step: one for step, one in found.items() if one is not None}
 
     def warmup_samples(self, arm: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
-from steadygrad.studies.advise.pairs import Better, Pairs
+from steadygrad.studies.advise.pairs import Pairs
 from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
@@ -107,34 +107,23 @@ def _rates(found: BatchSizes) -> tuple[schema.RateVerdict, ...]:
         known = {} if arm is None else found.others(arm)
         if arm is None or len(known) < len(RATES):
             continue
-        others = tuple(
-            schema.OtherRate(
-                lr=found.lr(arm, step),
-                seeds=other.pairs,
-                mean=other.mean,
-                low=other.low,
-                high=other.high,
-            )
-            for step, other in known.items()
+        one = schema.RateVerdict(
+            verdict=verdict(known),
+            batch_size=found.size(arm),
+            lr=found.lr(arm),
+            samples=found.length,
+            others=tuple(known.values()),
         )
-        verdicts.append(
-            schema.RateVerdict(
-                verdict=verdict(known),
-                batch_size=found.size(arm),
-                lr=found.lr(arm),
-                samples=found.length,
-                others=others,
-            )
-        )
+        verdicts.append(one)
     return tuple(verdicts)
 
 
-def verdict(others: Mapping[float, Better]) -> str:
+def verdict(others: Mapping[float, schema.OtherRate]) -> str:
     """Of a learning rate beside others; empty where it is not known, or both are better."""
-    better = [step for step, other in others.items() if other.sure]
+    better = [step for step, other in others.items() if other.verdict == "better"]
     if len(better) == 1:
         return "low" if better[0] > 0 else "high"
-    return "fits" if all(other.never for other in others.values()) else ""
+    return "fits" if all(other.verdict == "not better" for other in others.values()) else ""
 
 
 def _larger(found: BatchSizes) -> schema.Larger | None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from steadygrad.studies.advise.plan import LENGTHS
+from steadygrad.studies.advise.schema import OtherRate
 from steadygrad.studies.paired import (
     ALPHA,
     MOST,
@@ -151,41 +152,21 @@ def _first(grid: Floats, reached: "np.ndarray") -> float:
     return float(grid[int(reached.argmax())]) if reached.any() else np.inf
 
 
-@dataclass(frozen=True)
-class Better:
-    """Another learning rate's losses less those at the task's own: mean and interval.
-
-    Attributes:
-        sure: Whether it is better.
-        never: Whether it is not better by as much as the tolerated samples lower the loss.
-    """
-
-    pairs: int
-    mean: float
-    low: float
-    high: float
-    sure: bool
-    never: bool
-
-    @property
-    def decided(self) -> bool:
-        """Whether the verdict stays, whatever more pairs show."""
-        return self.sure or self.never
-
-
-def better(
+def other_rate(
     tried: Mapping[int, Training], own: Mapping[int, Training], base: Curves
-) -> Better | None:
+) -> OtherRate | None:
     """Compares trainings at another rate with those at the own one; None before the first look."""
     seeds = sorted(tried.keys() & own.keys() & base.keys())
     seeds = seeds[: looked(len(seeds))]
     if not seeds:
         return None
     apart = np.array([tried[seed].loss - own[seed].loss for seed in seeds])
+    known = {"lr": tried[seeds[0]].lr, "seeds": len(seeds)}
     if not np.isfinite(apart).all():
-        return Better(len(seeds), np.inf, np.inf, np.inf, sure=False, never=True)
+        return OtherRate(mean=np.inf, low=np.inf, high=np.inf, verdict="not better", **known)
     # The smallest batch's fall over the last of the tolerated samples.
     worth = np.array([base[seed][-2][1] - base[seed][-1][1] for seed in seeds])
     mean, low, high = map(float, interval(apart))
     least = float(interval(apart + worth)[1])
-    return Better(len(seeds), mean, low, high, sure=high < 0, never=least > 0)
+    verdict = "better" if high < 0 else "not better" if least > 0 else ""
+    return OtherRate(mean=mean, low=low, high=high, verdict=verdict, **known)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Plan
-from steadygrad.studies.ladder import NEAR
+from steadygrad.studies.advise.schema import Plan, Settings
+from steadygrad.studies.ladder import USUAL
 from steadygrad.studies.paired import FIRST, MOST
 from steadygrad.studies.text import show
 from steadygrad.studies.trials import start_up
@@ -23,8 +23,8 @@ RUNS = {1: 28, 4: 24, 16: 12}
 PAIRS = 12
 # The part of the work that other rates may take.
 OTHER_RATES = 0.15
-# Steps of training below which a study rather has fewer pairs.
-FEW = 256
+# Steps of training below which a study rather has fewer pairs, and the part of them that do.
+FEW, FEWER = 256, 0.4
 # Evaluations at the end of a training, and the parts of it between them: the loss after a single
 # optimizer step depends too much on that step's samples.
 END_MARKS, END_STEP = 4, 0.02
@@ -33,108 +33,83 @@ LENGTHS = (3, 1, 0)
 
 
 def make_plan(
-    budget: float,
+    settings: Settings,
     seconds: Mapping[int, float],
     evaluation: float,
     *,
     batch_size: int,
     train_size: int,
+    decays: bool,
     workers: int,
     world: int = 1,
-    samples: int = 0,
-    seeds: int = 0,
-    tolerance: float = 0.2,
-    decays: bool = False,
-    tune: bool = False,
 ) -> Plan:
     """Chooses the length of training so that its batch sizes can be told apart in the budget.
 
     Args:
-        budget: Seconds.
+        settings: With a length the budget decides nothing, if it is enough for a first look.
         seconds: Of one sample in training, by multiple of the smallest batch.
         evaluation: Seconds of one evaluation.
         batch_size: The smallest batch.
         train_size: Samples of the training set; no batch is larger.
+        decays: Whether the learning rate falls, so that each length takes a training of its own.
         workers: Trials at a time.
         world: Processes that share a batch.
-        samples: The length, where it is given.
-        seeds: Most seeds of a batch size. Default: as many as there is time for.
-        tolerance: Extra samples that are acceptable, as a fraction.
-        decays: Whether the learning rate falls, so that each length takes a training of its own.
-        tune: Whether the learning rates are searched, which takes three times the trainings.
 
     Raises:
         InputError: If the budget gives no answer, or there are too few samples.
     """
+    least, samples = LEAST * batch_size, settings.samples
     if train_size < 4 * batch_size:
         raise InputError(
             f"Expected at least {4 * batch_size} training samples, for 4 times the "
             f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
             "more data."
         )
-    least = LEAST * batch_size
     if samples and samples < least:
         raise InputError(
             f"--samples should be at least {least}, {LEAST} steps of batch {batch_size}. Found "
             f"{samples}. Remedy: --samples {least}, or a smaller Task.batch_size."
         )
     # Each length of the smallest batch is a training if the rate decays, and else a mark.
-    lengths = sum(1 / (1 + times * tolerance) for times in LENGTHS) if decays else 1.0
+    lengths = sum(1 / (1 + times * settings.tolerance) for times in LENGTHS) if decays else 1.0
+    own, largest, tunes = seconds[1], seconds[max(seconds)], settings.tune
     runs = {**RUNS, 1: RUNS[1] + PAIRS * (lengths - 1)}
-    own, largest = seconds[1], seconds[max(seconds)]
-    times = 1 + 2 * tune
-    one = times * sum(n * seconds.get(multiple, largest) for multiple, n in runs.items())
-    marks = 1 if decays else END_MARKS
-    rest = times * evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
-    time = workers * max(0.0, budget - start_up(workers))
-    found = (time - rest) / one
-    if found < FEW * batch_size:
-        found = min(FEW * batch_size, 2.5 * max(0.0, time - rest / 2.5) / one)
+    # Each arm's rate takes about as many trainings as its pairs.
+    one = (1 + tunes) * sum(n * seconds.get(times, largest) for times, n in runs.items())
+    marks = (1 + tunes) * (1 if decays else END_MARKS)
+    rest = evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
+    time = workers * max(0.0, settings.budget - start_up(workers))
     # At two sizes.
-    first = FIRST * (lengths + 1) * own * (1 + len(NEAR) * tune)
-    short = found < least if not samples else samples * first > time
-    if short:
-        need = samples * first if samples else (least * one + rest) / 2.5
-        need = math.ceil(need / workers + start_up(workers))
-        # Rounded up to two significant digits, and to whole ones.
-        unit = int(10 ** max(0, len(str(need)) - 2))
-        need = math.ceil(need / unit) * unit
-        fewer = ", or fewer --samples" if samples else ""
-        raise InputError(
-            f"The budget is too small to measure anything: found {budget:g}s, expected at least "
-            f"{need}s for this task at {show(1 / own)} samples a second. Remedy: --budget {need}s "
-            f"or more{fewer}."
-        )
-    length = samples or int(found) // batch_size * batch_size
-    return plan_of_length(
-        length,
-        batch_size,
-        train_size,
-        seeds=seeds or MOST,
-        world=world,
-        speed=1 / own,
-        work=max(1, int(workers * budget / own)),
+    first = (FIRST * (lengths + 1) + tunes * 2 * USUAL) * own
+    if samples and samples * first > time:
+        raise _too_small(settings, samples * first / workers + start_up(workers), own)
+    # In too little time for all trainings rather fewer of them than shorter ones.
+    fitting = [(time - part * rest) / (part * one) for part in (1.0, FEWER)]
+    fewest = FEW * batch_size
+    length = samples or int(max(fitting[0], min(fewest, fitting[1]))) // batch_size * batch_size
+    if length < least:
+        need = FEWER * (least * one + rest) / workers + start_up(workers)
+        raise _too_small(settings, need, own)
+    most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
+    return Plan(
+        arms=sizes_of(batch_size, most, world),
+        samples=length,
+        seeds=settings.seeds or MOST,
+        samples_per_second=1 / own,
+        work=max(1, int(workers * settings.budget / own)),
     )
 
 
-def plan_of_length(
-    length: int,
-    size: int,
-    train_size: int,
-    *,
-    seeds: int,
-    speed: float,
-    work: int = 1,
-    world: int = 1,
-) -> Plan:
-    """The plan for a training over ``length`` samples."""
-    most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * size)
-    return Plan(
-        arms=sizes_of(size, most, world),
-        samples=length,
-        seeds=seeds,
-        samples_per_second=speed,
-        work=work,
+def _too_small(settings: Settings, need: float, own: float) -> InputError:
+    """The budget is, where ``need`` seconds would do, and a sample takes ``own``."""
+    # Rounded up to two significant digits, and to whole ones.
+    unit = 10 ** max(0, len(str(math.ceil(need))) - 2)
+    rounded = math.ceil(need / unit) * unit
+    fewer = ", or fewer --samples" if settings.samples else ""
+    return InputError(
+        f"The budget is too small to measure anything: found {settings.budget:g}s, expected at "
+        f"least {rounded}s for this task at {show(1 / own)} samples a second. Remedy: --budget "
+        f"{rounded}s or more{fewer}."
     )
 
 

@@ -161,7 +161,10 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
 class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
     """Validation losses at another learning rate less those at the task's own, by ``seeds`` pairs.
 
-    Infinite where a training diverged.
+    Attributes:
+        mean: Infinite, as ``low`` and ``high``, where a training diverged.
+        verdict: ``"better"``; ``"not better"``, by as much as the tolerated samples lower the loss;
+            or ``""``: cannot tell.
     """
 
     lr: float
@@ -169,6 +172,7 @@ class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
     mean: float
     low: float
     high: float
+    verdict: str
 
 
 class RateVerdict(Finding, frozen=True, tag="rate"):

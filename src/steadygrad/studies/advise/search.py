@@ -137,11 +137,13 @@ def _rates(found: BatchSizes) -> Wanted:
         return
     for arm in dict.fromkeys((0, found.advised)):
         known = {} if arm is None else found.others(arm)
-        sure = len(known) == len(RATES) and any(other.sure for other in known.values())
+        sure = len(known) == len(RATES) and any(
+            other.verdict == "better" for other in known.values()
+        )
         if arm is None or sure:
             continue
         for step in RATES:
             other = known.get(step)
-            if other is None or not other.decided:
-                look = _next(found, other.pairs if other else 0, PAIRS)
+            if other is None or not other.verdict:
+                look = _next(found, other.seeds if other else 0, PAIRS)
                 yield from _look(found, arm, look, step)

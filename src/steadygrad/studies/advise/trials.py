@@ -57,18 +57,14 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     # In seconds of a machine with the speed that is reckoned with.
     evaluation = context.gather((clock() - began) * own / speed)[0]
     plan = make_plan(
-        settings.budget,
+        settings,
         seconds,
         evaluation,
         batch_size=task.batch_size,
         train_size=len(task.train),
+        decays=task.lr_decay != "none",
         workers=workers,
         world=context.size,
-        samples=settings.samples,
-        seeds=settings.seeds,
-        tolerance=settings.tolerance,
-        decays=task.lr_decay != "none",
-        tune=settings.tune,
     )
     if task.warmup_samples > plan.samples:
         raise InputError(

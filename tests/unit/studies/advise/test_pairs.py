@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.pairs import Pairs, better
+from steadygrad.studies.advise.pairs import Pairs, other_rate
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import FIRST, MOST
@@ -84,12 +84,13 @@ def test_the_tolerance_itself_is_tolerable(tolerance):
     assert [(found.passed, found.failed) for found in at] == [(True, False), (False, True)]
 
 
-@pytest.mark.parametrize(("loss", "found"), [(0.95, (True, True)), (0.8, (True, False))])
+@pytest.mark.parametrize(
+    ("loss", "found"), [(0.95, "better"), (0.8, "better"), (0.999, "better"), (1.0, "not better")]
+)
 def test_a_better_rate_has_to_be_worth_the_last_of_the_tolerated_samples(loss, found):
     curves = {seed: [(100, 1.9), (200, 1.1), (300, 1.0)] for seed in range(4)}
     own, tried = (dict(enumerate(seeds(8, losses=lambda place, x=x: x))) for x in (1.0, loss))
-    verdict = better(tried, own, curves)
-    assert (verdict.sure, verdict.never) == found
+    assert other_rate(tried, own, curves).verdict == found
 
 
 def test_pairs_that_a_decision_needs():

@@ -33,9 +33,10 @@ SPEED = 1000.0
 
 def plan_of(budget, speed=SPEED, **given):
     """The plan of a task whose batches of all sizes take as long a sample."""
-    seconds = dict.fromkeys(RUNS, 1 / speed)
-    sizes = {"batch_size": 8, "train_size": 180_000, "workers": 1}
-    return make_plan(budget, seconds, 0.01, **{**sizes, **given})
+    named = ("samples", "tune")
+    settings = Settings(budget=budget, **{n: given.pop(n) for n in named if n in given})
+    sizes = {"batch_size": 8, "train_size": 180_000, "workers": 1, "decays": False}
+    return make_plan(settings, dict.fromkeys(RUNS, 1 / speed), 0.01, **{**sizes, **given})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_sizes_that_can_be_tried(base, most, world, sizes):
 @pytest.mark.parametrize("decays", [False, True])
 def test_a_given_length_needs_time_for_a_first_look_at_two_sizes(decays, tune):
     """The smallest batch is trained over each length where the rate falls."""
-    trainings = 4 * ((1 / 1.6 + 1 / 1.2 + 1 if decays else 1) + 1) * (4 if tune else 1)
+    trainings = 4 * ((1 / 1.6 + 1 / 1.2 + 1 if decays else 1) + 1) + 16 * tune
     least = trainings * 5000 / SPEED + start_up(1)
     known = {"samples": 5000, "decays": decays, "tune": tune}
     assert plan_of(1.001 * least, **known).samples == 5000
@@ -125,8 +126,8 @@ def planned(speed=SPEED, task=None, **settings):
 def test_speeds_of_larger_batches_are_measured_beside_the_smallest(speeds):
     """The smallest batch's is what the plan reckons with, whatever this machine measures."""
     seconds = {1: 1 / SPEED, 4: 0.5 / SPEED, 16: 0.25 / SPEED}
-    sizes = {"batch_size": 4, "train_size": 4096, "workers": 1}
-    assert planned().samples == make_plan(60, seconds, 0.0, **sizes).samples
+    sizes = {"batch_size": 4, "train_size": 4096, "workers": 1, "decays": False}
+    assert planned().samples == make_plan(Settings(budget=60), seconds, 0.0, **sizes).samples
     assert speeds == [(4, False), (16, True), (64, True)]
     del speeds[:]
     # A slow task is not kept waiting: 4 steps of 64 take more than the budget.
