@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Training
+from steadygrad.studies.schema import TaskInfo, Training
 
 Floats = NDArray[np.float64]
 
@@ -153,8 +153,9 @@ class Evidence:
     """The trainings of a run: of each arm, over each length, at each rate, by seed."""
 
     def __init__(self, header: Any, results: Results) -> None:
-        self.header, self.plan, self.task = header, header.plan, header.task
-        self.settings, self.results = header.settings, results
+        self.header, self.plan, self.settings = header, header.plan, header.settings
+        self.task: TaskInfo = header.task
+        self.results = results
         self._found: dict[tuple[int, int, float], dict[int, Training]] = {}
         for one in results.select(Training):
             self._found.setdefault((one.arm, one.samples, one.step), {})[one.seed] = one

@@ -3,14 +3,13 @@
 import math
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.pairs import Curves, Pairs, other_rate, shared_variance
 from steadygrad.studies.advise.plan import LEAST, lengths_of
-from steadygrad.studies.advise.schema import OtherRate
+from steadygrad.studies.advise.schema import Header, OtherRate, Plan, Settings
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
 from steadygrad.studies.paired import FIRST, Evidence
@@ -24,7 +23,10 @@ ROUNDING = 1e-6
 class BatchSizes(Evidence):
     """Batch sizes beside the smallest one; a size is an arm."""
 
-    def __init__(self, header: Any, results: Results) -> None:
+    plan: Plan
+    settings: Settings
+
+    def __init__(self, header: Header, results: Results) -> None:
         super().__init__(header, results)
         self.tolerance, self.tunes = header.settings.tolerance, header.settings.tune
         self.decays = self.task.lr_decay != "none"
@@ -44,7 +46,7 @@ class BatchSizes(Evidence):
         A length that the user gave, or at which rates are tuned, stays unless the loss does not
         move at all. 0: there is none.
         """
-        samples, stays = self.plan.samples, self.settings.samples or self.tunes
+        samples, stays = self.plan.samples, bool(self.settings.samples) or self.tunes
         while samples:
             curves = [*self._curves(samples, 0.0).values()]
             ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FIRST]]
@@ -124,5 +126,5 @@ class BatchSizes(Evidence):
     def lr(self, arm: int, step: float = 0.0) -> float:
         """An arm's learning rate by the task's rule, so many octaves above it."""
         task = self.task
-        own: float = learning_rate(task.lr, self.size(arm), task.batch_size, task.lr_rule)
-        return own * 2.0**step
+        own = learning_rate(task.lr, self.size(arm), task.batch_size, task.lr_rule)
+        return float(own * 2.0**step)

@@ -80,7 +80,8 @@ def _minutes(found: BatchSizes) -> float:
     own = sum(lengths_of(found.length, found.tolerance)) if found.decays else found.length
     # The search for rates takes its part as well.
     samples = missing * (own + found.length) / (1 - OTHER_RATES)
-    return samples / (found.plan.samples_per_second * found.header.runtime.workers) / 60
+    speed = found.plan.samples_per_second * found.header.runtime.workers
+    return float(samples / speed / 60)
 
 
 def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:

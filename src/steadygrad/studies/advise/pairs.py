@@ -161,12 +161,12 @@ def other_rate(
     if not seeds:
         return None
     apart = np.array([tried[seed].loss - own[seed].loss for seed in seeds])
-    known = {"lr": tried[seeds[0]].lr, "seeds": len(seeds)}
-    if not np.isfinite(apart).all():
-        return OtherRate(mean=np.inf, low=np.inf, high=np.inf, verdict="not better", **known)
-    # The smallest batch's fall over the last of the tolerated samples.
-    worth = np.array([base[seed][-2][1] - base[seed][-1][1] for seed in seeds])
-    mean, low, high = map(float, interval(apart))
-    least = float(interval(apart + worth)[1])
-    verdict = "better" if high < 0 else "not better" if least > 0 else ""
-    return OtherRate(mean=mean, low=low, high=high, verdict=verdict, **known)
+    mean, low, high, verdict = np.inf, np.inf, np.inf, "not better"
+    if np.isfinite(apart).all():
+        # The smallest batch's fall over the last of the tolerated samples.
+        worth = np.array([base[seed][-2][1] - base[seed][-1][1] for seed in seeds])
+        mean, low, high = map(float, interval(apart))
+        never = interval(apart + worth)[1] > 0
+        verdict = "better" if high < 0 else "not better" if never else ""
+    lr = tried[seeds[0]].lr
+    return OtherRate(lr=lr, seeds=len(seeds), mean=mean, low=low, high=high, verdict=verdict)

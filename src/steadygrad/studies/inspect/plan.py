@@ -48,16 +48,14 @@ def make_plan(
 
 def next_trials(plan: Plan, valid_size: int, results: Results) -> Iterator[Trial]:
     """The next part of each phase that can go on, or the evaluation at its end."""
-    for phase in (BEFORE, SEARCH):
-        yield from _next(plan, valid_size, results, phase)
+    yield from _next(plan, valid_size, results, BEFORE)
+    yield from _next(plan, valid_size, results, SEARCH)
     if all(results.get(Part, phase, PARTS - 1) for phase in (BEFORE, SEARCH)):
         yield from _next(plan, valid_size, results, AFTER)
 
 
-def _next(
-    plan: Plan, valid_size: int, results: Results, phase: schema.PhaseName
-) -> Iterator[Trial]:
-    given = {}
+def _next(plan: Plan, valid_size: int, results: Results, phase: str) -> Iterator[Trial]:
+    given: dict[str, object] = {}
     if phase == AFTER:
         found = propose(by_phase(results))
         given = {"loss_scale": found.loss_scale, "layer_scales": found.layer_scales}
