@@ -124,7 +124,8 @@ def _next_arm(found: BatchSizes) -> int | None:
     below = range(good + 1, min(hard, default=0))
     middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
     undecided = [arm for arm in hard if _next(found, len(pairs[arm]))]
-    if wanted := {*between[-1:], *middle, *undecided}:
+    wanted: list[int] = [*between[-1:], *middle, *undecided]
+    if wanted:
         return min(wanted)
     # What is above the advice: ruled out, or not.
     above = (arm for arm in pairs if low < arm < bad and _next(found, len(pairs[arm])))

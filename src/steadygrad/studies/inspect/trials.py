@@ -61,15 +61,9 @@ def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **sca
 
     # The other ranks continue, and may read the file, when it is written.
     trainer.context.on_main(keep)
-    return Part(
-        phase=phase,
-        part=part,
-        steps=last,
-        samples=samples,
-        loss=math.fsum(finite) / len(finite) if finite else None,
-        scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
-        **histograms.fields(plain=phase == SEARCH),
-    )
+    loss = math.fsum(finite) / len(finite) if finite else None
+    log2 = {name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()}
+    return histograms.part(phase, part, steps=last, samples=samples, loss=loss, scales=log2)
 
 
 def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) -> schema.Phase:
@@ -192,23 +186,34 @@ class ExponentHistograms:
             self._scaled += counts
             self._plain += _moved(counts, -scales)
 
-    def fields(self, *, plain: bool) -> dict[str, Any]:
-        """The fields of a :class:`Part`; layers without any value of a kind are left out."""
-        fields: dict[str, Any] = {
-            "skipped": self._skipped,
-            "forward": dict(self._forward),
-            "overflows": dict(self._overflows),
-            "at_any_scale": dict(self._at_any_scale),
-            "overflowed_at": self._overflowed_at,
-            "plain": {},
-            "largest": {},
-        }
+    def part(
+        self, phase: schema.PhaseName, number: int, *, steps: int, samples: int, **rest: Any
+    ) -> Part:
+        """The result of a part; layers without any value of a kind are left out."""
+        scaled, plain = (
+            {kind: self._by_name(counts[i]) for i, kind in enumerate(KINDS)}
+            for counts in (self._scaled, self._plain)
+        )
+        largest = dict[str, dict[str, float]]()
         for i, kind in enumerate(KINDS):
-            largest = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
-            fields[kind] = self._by_name(self._scaled[i])
-            fields["plain"][kind] = self._by_name(self._plain[i]) if plain else {}
-            fields["largest"][kind] = {name: e for name, e in largest if name in fields[kind]}
-        return fields
+            rows = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
+            largest[kind] = {name: exponent for name, exponent in rows if name in scaled[kind]}
+        return Part(
+            phase=phase,
+            part=number,
+            steps=steps,
+            samples=samples,
+            skipped=self._skipped,
+            forward=dict(self._forward),
+            overflows=dict(self._overflows),
+            at_any_scale=dict(self._at_any_scale),
+            overflowed_at=self._overflowed_at,
+            activations=scaled["activations"],
+            weights=scaled["weights"],
+            plain=plain if phase == SEARCH else dict.fromkeys(KINDS, {}),
+            largest=largest,
+            **rest,
+        )
 
     def _by_name(self, counts: Tensor) -> dict[str, schema.Histogram]:
         rows = zip(self._names, counts, strict=True)
