@@ -210,7 +210,7 @@ class ExponentHistograms:
             overflowed_at=self._overflowed_at,
             activations=scaled["activations"],
             weights=scaled["weights"],
-            plain=plain if phase == SEARCH else dict.fromkeys(KINDS, {}),
+            plain=plain if phase == SEARCH else {kind: {} for kind in KINDS},
             largest=largest,
             **rest,
         )
