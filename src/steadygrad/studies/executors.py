@@ -97,10 +97,9 @@ def _bare() -> Iterator[None]:
 
 
 @contextmanager
-def cluster_workers(
-    dask: str, executor: str, workers: int, processes: int
-) -> Iterator[Workers | None]:
+def cluster_workers(settings: Any, processes: int) -> Iterator[Workers | None]:
     """The workers that ``--dask`` or ``--executor`` names; None where neither is given."""
+    dask, executor = settings.dask, settings.executor
     named = [name for name, given in (("--dask", dask), ("--executor", executor)) if given]
     if not named:
         yield None
@@ -110,7 +109,8 @@ def cluster_workers(
             f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
             f"{len(named)}, in {processes} processes. Remedy: one of them, without torchrun."
         )
-    with closing(dask_workers(dask) if dask else made_workers(executor, workers)) as found:
+    found = dask_workers(dask) if dask else made_workers(executor, settings.workers)
+    with closing(found):
         yield found
 
 

@@ -48,16 +48,10 @@ from steadygrad.tasks import Task
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a study.
-
-    Attributes:
-        too_little: What is missing where the study says nothing at all.
-        stopped_by: The signal that ended it; 0 otherwise.
-    """
+    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise."""
 
     folder: Path
     summary: Summary
-    too_little: str | None = None
     stopped_by: int = 0
     page: Path | None = None
 
@@ -111,8 +105,7 @@ def conduct(
         monitor: Watches.
 
     Raises:
-        InputError: For anything that cannot be used, or if the budget was over too early for any
-            answer.
+        InputError: For anything that cannot be used, or if the budget was over before any answer.
         StudyFailed: If training diverges, the task's code raises, or no page can be written.
         StudyInterrupted: By a signal before the run was begun.
     """
@@ -142,16 +135,15 @@ def conduct(
             if launched()[0] == 0:
                 outcome = replace(outcome, page=page.write(folder))
         except InputError as error:
-            # Why a study failed or says nothing matters more than why its page did.
-            if not outcome.too_little:
-                failed = failed or StudyFailed(str(error), outcome)
+            # Why a study failed matters more than why its page did.
+            failed = failed or StudyFailed(str(error), outcome)
     if failed:
         failed.outcome = outcome
         raise failed
-    if outcome.too_little:
-        shown = f", as {str(outcome.page)!r} shows" if outcome.page else ""
+    too_little = getattr(module_of(name, "words"), "too_little", lambda summary: None)
+    if outcome.summary.status == "budget" and (why := too_little(outcome.summary)):
         raise InputError(
-            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished{shown}. "
+            f"{why}. Found {str(outcome.folder)!r} unfinished. "
             f"Remedy: continue with --resume {outcome.folder} --budget TIME."
         )
     return outcome
@@ -166,19 +158,14 @@ def start(
     deadline: Deadline | None = None,
     monitor: Monitor,
 ) -> Outcome:
-    """Runs a study in a folder that is absent or empty.
+    """Runs a study in a folder that is absent or empty; what cannot be used leaves nothing there.
 
     The task is loaded where none is given. A deadline ends the study early. Default: when the
     budget, from now on, is over.
-
-    Raises:
-        InputError: For anything that cannot be used; nothing is written then.
-        StudyFailed: If training diverges, or the task's code raises, later on.
     """
     deadline = deadline or Deadline()
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
-    named = settings.dask, settings.executor, settings.workers
-    with joined as context, cluster_workers(*named, context.size) as cluster:
+    with joined as context, cluster_workers(settings, context.size) as cluster:
         task = task or context.together(lambda: load(name, settings, {}))
         trainer = make_trainer(name, task, settings, context)
         trainer.check_task()
@@ -216,20 +203,8 @@ def resume(
 ) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
 
-    Settings and plan are those of the record; the budget's clock starts again.
-
-    Args:
-        folder: The run's folder.
-        given: Settings that a user names again; only ``FREE`` ones may differ from the record.
-        name: Name of the study that the record must be of. Default: any.
-        task: The task, where the run was started with one.
-        deadline: As for :func:`start`.
-        monitor: Watches.
-
-    Raises:
-        InputError: If the record cannot be read, or the settings, the task's data, or the number
-            of processes have changed.
-        StudyFailed: If training diverges, or the task's code raises, later on.
+    Settings and plan are those of the record, but for the ``FREE`` ones that are ``given``; the
+    budget's clock starts again. ``name`` is the study that the record must be of. Default: any.
     """
     run, given = read_run(folder), dict(given or {})
     settings = _agreed(run, name, given)
@@ -255,8 +230,7 @@ def resume(
     refuse_links(folder)
     deadline, device = deadline or Deadline(), resolve_device(header.runtime.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
-    named = settings.dask, settings.executor, settings.workers
-    with joined as context, cluster_workers(*named, context.size) as cluster:
+    with joined as context, cluster_workers(settings, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.
         files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
         trainer = recorded_trainer(header, files, context, task)
@@ -314,8 +288,7 @@ def _run(
         write_summary(folder, summary)
     if status == "complete":
         place.checkpoints.remove()
-    why = getattr(module_of(header.study, "words"), "too_little", lambda summary: None)
-    outcome = Outcome(folder, summary, why(summary) if status == "budget" else None, reason)
+    outcome = Outcome(folder, summary, reason)
     if failure:
         raise StudyFailed(
             f"{failure} The results are kept. --resume {folder} continues where the cause was "
