@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
 from steadygrad._files import read_file
-from steadygrad.studies.environment import environment
 from steadygrad.studies.folder import replace_file
 from steadygrad.tasks.guard import reason
 
-# Bytes of a checkpoint: reading one takes twice as much memory.
-LARGEST = int(environment()["memory_bytes"] or 1 << 40) // 2
+# Bytes of a checkpoint.
+LARGEST = 1 << 40
 
 
 @dataclass

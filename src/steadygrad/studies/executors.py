@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError, from_extra, launched
-from steadygrad.studies.environment import environment
+from steadygrad.studies.header import cores
 from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
 from steadygrad.tasks.load import FOLDERS, load_function
@@ -118,7 +118,7 @@ def local_workers(workers: int, runtime: Runtime) -> Workers | None:
     """Worker processes of this machine; None where trials run in this process."""
     if not workers:
         # As many as the plan reckons with, where this machine has the cores for them.
-        enough = max(1, int(environment()["cores"]) // runtime.threads)
+        enough = max(1, cores() // runtime.threads)
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
