@@ -90,7 +90,6 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
     limiting = {name: count for name, count in _overflows(before).items() if name in near}
     nonfinite = {**added_up(after, "at_any_scale"), **added_up(before, "at_any_scale")}
-    forward = {**added_up(after, "forward"), **added_up(before, "forward")}
     own, internal = shares_of(search), {}
     for (name, kind), held in own.items():
         if name and kind == "weights" and held.lost > WEIGHTS_LOST:
@@ -98,7 +97,6 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
             if arrives and arrives.lost < BOUNDARY_LOST:
                 internal[name] = held.lost
     return schema.Diagnosis(
-        fault=bool(forward or underflowing or nonfinite),
         underflowing=underflowing,
         # If nothing underflows, these only brought the scale down from its start, as they should.
         limiting=limiting if underflowing else {},
@@ -106,7 +104,6 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
         nonfinite_at_any_scale=nonfinite,
         overflowed_after=dict(_overflows(after)),
         internal_underflow=internal,
-        forward=forward,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Proposal, Seen, Summary
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, TITLES, Proposal, Seen, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed
 
@@ -92,9 +92,6 @@ def _remark(found: schema.Findings, s: Summary) -> str:
         case schema.Unfinished():
             more = "" if s.status == "failed" else "; --resume continues it"
             return f"The study {ENDS[s.status]} before all steps were trained{more}."
-        case schema.Shortened():
-            steps = f"{found.steps} optimizer steps in each training, not {STEPS}"
-            return f"The budget has time for about {steps}; --steps sets their number."
         case schema.Forward():
             worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
             said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)
@@ -117,9 +114,7 @@ def too_little(s: Summary) -> str | None:
     """Without two phases there is nothing to compare, and no diagnosis."""
     if schema.Verdict(verdict="unmeasured") not in s.findings:
         return None
-    # A part that is cut short is not kept: as much time again would come no further.
-    early = "" if s.phases else ", nor was an eighth of the first training done"
-    return f"The budget was over before scales were found{early}: nothing is said of the layers"
+    return "The budget was over before scales were found: nothing is said of the layers"
 
 
 def table(s: Summary) -> Table | None:
