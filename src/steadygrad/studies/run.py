@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
+from steadygrad.studies import page
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -109,7 +109,6 @@ def conduct(
         StudyFailed: If training diverges, the task's code raises, or no page can be written.
         StudyInterrupted: By a signal before the run was begun.
     """
-    page = import_module("steadygrad.studies.page")  # says now if an extra is missing
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(
             f"A resumed run continues in its own folder. Found out = {str(out)!r} as well. "

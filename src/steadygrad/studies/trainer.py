@@ -204,9 +204,6 @@ class Trainer:
             self.fit_micro_batch(size)  # refused where that cuts the batch
         together(self._check_evaluation)
         self.check_rate()
-        # So that the step changes weights: its rate is not zero.
-        self.set_rate(Rate(), self.task.warmup_samples)
-        self.step(torch.arange(size))
         self.look()
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
@@ -227,7 +224,7 @@ class Trainer:
         self.restart()
 
     def check_rate(self) -> None:
-        """Refuses an optimizer that sets its own rate: its steps are alike at two of them."""
+        """Takes a step; refuses an optimizer whose steps are alike at two rates."""
         self.scaler.update(1.0)  # so that no step overflows
         size, begin = self.task.batch_size, self.state(0)
 
@@ -235,18 +232,21 @@ class Trainer:
             # Not a new scaler: for its hooks a compiled model would be compiled anew.
             self.context.load_model(self.model, begin.model)
             self._renew_optimizer()
+            self._losses.clear()
             self.seed_everything("rates")
             for number in range(steps):
-                self.set_rate(Rate(factor=factor), size * (number + 0.5))
+                self.set_rate(Rate(factor=factor), self.task.warmup_samples + size * number)
                 self.step(torch.arange(size))
             marks, named = fingerprints(self.model), self.model.named_parameters()
             return [marks.get(name) for name, p in named if p.requires_grad]
 
         # The first step of some moves no weight. 8: in 16 bits 2 may be rounded away.
-        own, other, begun = weights(3), weights(3, 8.0), weights(0)
-        differ, moved = zip(*self.context.gather((own != other, own != begun)), strict=True)
-        self.set_rate.check("steps alike at two rates" * (any(moved) and not any(differ)))
-        self._losses.clear()
+        for steps in (1, 3):
+            begun, other, own = weights(0), weights(steps, 8.0), weights(steps)
+            if any(self.context.gather(own != other)):
+                return
+        if any(self.context.gather(own != begun)):
+            self.set_rate.check("steps alike at two rates")
 
     def _find_company(self) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
