@@ -28,7 +28,7 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         _forward(phases),
         *_effects(found, "nonfinite_at_any_scale"),
         schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,
-        *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),
+        *_effects(found, "regressed", "internal_underflow", "limiting"),
     )
     return Summary(
         study="inspect",

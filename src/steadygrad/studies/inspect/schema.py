@@ -18,9 +18,7 @@ KINDS = ("activations", "weights")
 STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
 VerdictName = Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
-EffectName = Literal[
-    "nonfinite_at_any_scale", "regressed", "overflowed_after", "internal_underflow", "limiting"
-]
+EffectName = Literal["nonfinite_at_any_scale", "regressed", "internal_underflow", "limiting"]
 LossName = Literal["lower", "not lower", "unknown"]
 ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
@@ -145,7 +143,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
             too low for the underflowing layers.
         regressed: Share of the gradients lost with the proposed scales, and not with one.
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
-        overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
         internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
     """
 
@@ -153,7 +150,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     limiting: dict[str, int] = {}
     regressed: dict[str, float] = {}
     nonfinite_at_any_scale: dict[str, int] = {}
-    overflowed_after: dict[str, int] = {}
     internal_underflow: dict[str, float] = {}
 
 

@@ -14,8 +14,6 @@ EFFECTS = {
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
     "regressed": "With the proposed scales more gradients underflow than with one loss scale in "
     "{}.",
-    "overflowed_after": "The proposed scales overflowed in {}: leave dynamic scaling on (the "
-    "default), for occasional gradients are far larger than the rest.",
     "internal_underflow": f"Whatever the scale, over {WEIGHTS_LOST:.0%} of the weight gradients "
     "are zero or subnormal in {}: they are truly zero, or they underflow inside, where scaling "
     "smaller parts or bfloat16 helps.",
@@ -95,10 +93,7 @@ def _remark(found: schema.Findings, s: Summary) -> str:
         case schema.Forward():
             worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
             said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)
-            remedy = "look for NaN in inputs and labels"
-            if "NaN" not in worst[0][0]:
-                parts = "train this part in bfloat16 or float32"
-                remedy = f"{parts}, or look for what makes its values so large"
+            remedy = "look for NaN in the data, or train this part in bfloat16 or float32"
             return f"{said[0].upper()}{said[1:]}: {remedy}."
         case schema.Remedy():
             assert s.proposal is not None
@@ -167,7 +162,7 @@ def layer_title(name: str) -> str:
 
 def _in(name: str, layers: dict[str, float]) -> str:
     """Layers, the worst first, with their steps or shares, which the field's name tells."""
-    steps = name in ("nonfinite_at_any_scale", "overflowed_after", "limiting")
+    steps = name in ("nonfinite_at_any_scale", "limiting")
     worst = sorted(layers.items(), key=lambda pair: -pair[1])
     return _few(f"{layer_title(n)} ({_steps(v) if steps else f'{v:.0%}'})" for n, v in worst)
 

@@ -102,14 +102,7 @@ def test_who_overflows_near_the_scale_limits_it():
 def test_an_overflow_at_any_scale_is_named():
     before = parts("before", ALIKE, {"a": 0.0}, {"a": 2, "b": 1}, at_any_scale={"a": 1})
     after = parts("after", ALIKE, {"a": 0.0}, {"a": 1, "c": 2}, at_any_scale={"a": 1})
-    found = diagnose(before + after)
-    assert found.nonfinite_at_any_scale == {"a": 8}
-    # Other overflows with the proposed scales are named.
-    assert found.overflowed_after == {"c": 16}
-    rare = diagnose(
-        parts("before", ALIKE, {"a": 0.0}) + parts("after", ALIKE, {"a": 0.0}, {"c": 2})
-    )
-    assert rare.overflowed_after == {"c": 16}
+    assert diagnose(before + after).nonfinite_at_any_scale == {"a": 8}
 
 
 def test_few_values_among_many_zeros():
