@@ -34,12 +34,10 @@ def _shut_down(executor: Executor) -> None:
 
 
 class Workers:
-    """An executor that can be made again.
+    """An executor that ``make`` can make again after its workers were lost.
 
-    Args:
-        make: Makes an executor; called again after its workers were lost.
-        count: Number of workers that are there now; a cluster may grow.
-        end: Ends an executor, with its workers in mid-trial where it can.
+    ``count`` is the number of workers that are there now, for a cluster may grow; ``end`` ends an
+    executor, with its workers in mid-trial where it can.
     """
 
     def __init__(
@@ -174,9 +172,8 @@ def _begin_worker(parent: int, devices: Any) -> None:
 def made_workers(spec: str, workers: int) -> Workers:
     """Workers of an executor of the user's own, such as submitit's or Ray's.
 
-    Args:
-        spec: Function that makes it: ``module:factory`` or ``path/file.py:factory``.
-        workers: Trials at a time; 0: as many as the executor says that it has.
+    ``spec`` is ``module:factory`` or ``path/file.py:factory``; 0 ``workers`` are as many as the
+    executor says that it has.
     """
     module, _, name = spec.rpartition(":")
     what = f"--executor {spec}"

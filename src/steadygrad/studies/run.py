@@ -93,16 +93,9 @@ def conduct(
 ) -> Outcome:
     """Starts or resumes a study, and draws its page, for the command line and for Python.
 
-    SIGINT and SIGTERM end it like its budget meanwhile.
-
-    Args:
-        name: Name of the study.
-        given: The settings that are not as by default or, for a run that continues, as recorded.
-        task: A task that only this process has; the setting is then ``OBJECT``.
-        out: Folder of a new run. Default: one in ``runs``, named by the time.
-        continued: Folder of a run to resume.
-        deadline: Ends the study early.
-        monitor: Watches.
+    SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
+    by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
+    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``.
 
     Raises:
         InputError: For anything that cannot be used, or if the budget was over before any answer.

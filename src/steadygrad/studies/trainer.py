@@ -282,11 +282,7 @@ class Trainer:
     def fit_micro_batch(self, largest: int) -> None:
         """Finds micro-batches of a batch of ``largest`` samples that fit into memory, by halves.
 
-        The model's buffers may change.
-
-        Raises:
-            InputError: If losses or gradients are not as they should be, one sample does not fit,
-                or the batch would be cut and must not be.
+        Losses and gradients are checked; the model's buffers may change.
         """
         context = self.context
 
@@ -362,10 +358,8 @@ class Trainer:
     ) -> Tensor:
         """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
 
-        Its micro-batches on this rank may be ``ready``; else they are made here.
-
-        Returns:
-            The mean loss of this rank's samples, shape ``()``.
+        Its micro-batches on this rank may be ``ready``; else they are made here. The mean loss of
+        this rank's samples, with shape ``()``, is returned.
         """
         share = self.context.share(indices)
         micros = torch.split(share, self.micro_batch_size)
@@ -391,10 +385,7 @@ class Trainer:
         self.steps += 1
 
     def look(self) -> list[float]:
-        """Reads the losses, and asks whether to stop.
-
-        Returns:
-            The mean losses over all ranks of the steps since :meth:`take_losses`.
+        """The mean losses over all ranks of the steps since :meth:`take_losses`.
 
         Raises:
             Diverged: If one of them is not finite.
@@ -427,13 +418,10 @@ class Trainer:
         rate: Rate | None = None,
         seen: int | None = None,
     ) -> Iterator[int]:
-        """Trains over the positions ``start`` to ``stop`` of an order, in whole batches.
+        """Trains over the positions ``start`` to ``stop`` of an order; yields where each step ends.
 
-        The default ``rate`` is the task's own. At ``start`` the run has ``seen`` so many samples;
-        by default as many as ``start``.
-
-        Yields:
-            After each step, the position reached.
+        Batches are whole. The default ``rate`` is the task's own. At ``start`` the run has ``seen``
+        so many samples; by default as many as ``start``.
         """
         rate, offset = rate or Rate(), (start if seen is None else seen) - start
         places = range(start, stop - batch_size + 1, batch_size)
