@@ -88,7 +88,9 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
     before, search, after = (phases[phase] for phase in PHASES)
     underflowing, limit = _underflowing(before, search), before[-1].scales[""] + NEAR
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
-    limiting = {name: count for name, count in _overflows(before).items() if name in near}
+    # Steps with an overflow that a smaller scale would have prevented.
+    overflows = added_up(before, "overflows") - added_up(before, "at_any_scale")
+    limiting = {name: count for name, count in overflows.items() if name in near}
     nonfinite = {**added_up(after, "at_any_scale"), **added_up(before, "at_any_scale")}
     shares = {at: held.lost for at, held in shares_of(search).items()}
     internal = {
@@ -145,11 +147,6 @@ def added_up(phase: Sequence[Part], field: str) -> Counter[str]:
     return sum((Counter(getattr(part, field)) for part in phase), Counter())
 
 
-def _overflows(phase: Sequence[Part]) -> Counter[str]:
-    """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    return added_up(phase, "overflows") - added_up(phase, "at_any_scale")
-
-
 def _excess(phase: Sequence[Part], other: Sequence[Part]) -> dict[Place, float]:
     """Share of the gradients that is zero or subnormal in one phase, less that in another."""
     less = shares_of(other)
@@ -168,10 +165,9 @@ def _large(shares: Mapping[Place, float]) -> dict[str, float]:
 def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, float]:
     """Share of each layer's gradients that underflows by the one scale, where it is large.
 
-    The larger of two rates. The first is the increase in zero and subnormal values over all
-    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
-    increase over the nonzero values, but no more than float16 must lose of the measured exponents
-    at that scale: more zeros may also come from convergence.
+    The larger of two: the increase in zero and subnormal values over all values, and, as many may
+    be exactly zero, over the nonzero ones. The second is at most what float16 must lose of the
+    measured exponents at that scale: more zeros may also come from convergence.
     """
     own, predicted = shares_of(search), _lost_under(search, before[-1].scales[""])
     shares = _excess(before, search)

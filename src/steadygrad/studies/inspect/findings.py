@@ -68,10 +68,9 @@ def _forward(phases: Phases) -> schema.Forward | None:
     return None
 
 
-def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> Iterable[schema.Effect]:
-    for name in names:
-        if layers := getattr(found, name):
-            yield schema.Effect(name=name, layers=layers)
+def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> list[schema.Effect]:
+    effects = [schema.Effect(name=name, layers=getattr(found, name)) for name in names]
+    return [effect for effect in effects if effect.layers]
 
 
 def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.LossName:

@@ -97,10 +97,8 @@ def _cells(row: Exponents) -> dict[int, float]:
 
 def _training(phases: Phases, task: str) -> Markup | None:
     """Training loss over steps, with one loss scale and with the proposed scales."""
-    losses = {
-        phase: [(p.steps, p.loss) for p in phases[phase] if p.loss is not None] for phase in COLOURS
-    }
-    curves = {phase: curve for phase, curve in losses.items() if curve}
+    seen = {phase: [part for part in phases[phase] if part.loss is not None] for phase in COLOURS}
+    curves = {phase: [(p.steps, p.loss) for p in parts] for phase, parts in seen.items() if parts}
     if not curves:
         return None
 

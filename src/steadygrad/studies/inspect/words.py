@@ -12,8 +12,7 @@ from steadygrad.studies.text import ENDS, listed
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
-    "regressed": "With the proposed scales more gradients underflow than with one loss scale in "
-    "{}.",
+    "regressed": "More gradients underflow with the proposed scales than with one in {}.",
     "internal_underflow": f"Whatever the scale, over {WEIGHTS_LOST:.0%} of the weight gradients "
     "are zero or subnormal in {}: they are truly zero, or they underflow inside, where scaling "
     "smaller parts or bfloat16 helps.",
