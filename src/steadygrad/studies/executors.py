@@ -128,9 +128,9 @@ def cuda_devices() -> list[str]:
 
     Someone who shares a machine names some of its devices, by number or by UUID.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
-    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in given.split(",")][:count]
 
 
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:

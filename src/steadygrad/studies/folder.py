@@ -88,15 +88,13 @@ def create(folder: Path, header: Header) -> None:
     text = _text(header)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = next(folder.iterdir(), None)
-        if found is None:
-            # Only one of two processes can make it.
-            (folder / RESULTS).mkdir()
-    if found is not None:
-        raise InputError(
-            f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
-            "it. Remedy: name another folder with --out, or continue a run with --resume."
-        )
+        for found in folder.iterdir():
+            raise InputError(
+                f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
+                "it. Remedy: name another folder with --out, or continue a run with --resume."
+            )
+        # Only one of two processes can make it.
+        (folder / RESULTS).mkdir()
     try:
         replace_file(folder / HEADER, text)
     except BaseException:
