@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.studies.environment import environment
+from steadygrad.studies.header import cores, memory_bytes
 from steadygrad.studies.order import Order
 from steadygrad.studies.trainer import Trainer
 
@@ -64,23 +64,23 @@ def _choose_workers(
     asked = (cluster or asked) if alone else 1
     if device != "cpu":
         return asked or (torch.cuda.device_count() if device == "cuda" else 1)
-    cores, threads = int(environment()["cores"]), torch.get_num_threads()
+    threads, most = torch.get_num_threads(), cores()
     if asked or own_threads:
         if own_threads:
             threads = own_threads
         # Ranks have the threads that their launcher gave them: they share the cores.
         elif alone:
-            threads = min(GIVEN_THREADS, cores if cluster else max(1, cores // asked))
+            threads = min(GIVEN_THREADS, most if cluster else max(1, most // asked))
         torch.set_num_threads(threads)
-        return asked or max(1, cores // threads)
+        return asked or max(1, most // threads)
     workers = 1
     if budget >= LEAST_BUDGET:
         # They fit into half of the memory.
-        memory = environment()["memory_bytes"] or 4 * WORKER_BYTES
+        memory = memory_bytes() or 4 * WORKER_BYTES
         weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
         fitting = max(1, int(memory // 2 // (WORKER_BYTES + 8 * weights)))
-        workers = min(cores, MOST_WORKERS, fitting)
-    if cores == 1 or workers == threads == 1:
+        workers = min(most, MOST_WORKERS, fitting)
+    if most == 1 or workers == threads == 1:
         return 1
     whole = measured_speed(trainer, trainer.task.batch_size)
     torch.set_num_threads(1)

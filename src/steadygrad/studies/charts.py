@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 from markupsafe import Markup
 from matplotlib import style
@@ -33,15 +32,12 @@ STYLE = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": MUTED,
-    "axes.labelsize": 11,
-    "axes.linewidth": 1.0,
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.facecolor": "none",
     "font.size": 11.5,
     "grid.color": GRID,
-    "grid.linewidth": 1.0,
     "lines.solid_capstyle": "round",
     "svg.fonttype": "none",
     "svg.hashsalt": "steadygrad",
@@ -49,10 +45,8 @@ STYLE = {
     "text.parse_math": False,
     "xtick.color": GRID,
     "xtick.labelcolor": MUTED,
-    "xtick.labelsize": 10.5,
     "ytick.color": GRID,
     "ytick.labelcolor": MUTED,
-    "ytick.labelsize": 10.5,
     "ytick.left": False,
 }
 
@@ -140,23 +134,3 @@ def octaves_axis(
     axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
     axis.set_major_formatter(lambda value, _: text(value))
     axes.minorticks_off()
-
-
-def label_lines(axes: Axes, labels: Sequence[tuple[float, float, str, str]], gap: float) -> None:
-    """Writes names beside the right ends of lines, at least ``gap`` points apart.
-
-    The limits are already set; a label is ``(x, y, name, colour)``, its place in data units.
-    """
-    labels = sorted(labels, key=lambda label: label[1])
-    heights = [axes.transData.transform(label[:2])[1] * 72 / axes.figure.dpi for label in labels]
-    placed = accumulate(heights, lambda below, height: max(below + gap, height))
-    for (x, y, name, colour), height, spot in zip(labels, heights, placed, strict=True):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(9, spot - height),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )

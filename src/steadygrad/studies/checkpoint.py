@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from steadygrad._checks import InputError
 from steadygrad._files import read_file
-from steadygrad.studies.environment import environment
-from steadygrad.studies.folder import replace_file
-from steadygrad.tasks.guard import reason
+from steadygrad.studies.folder import replace_file, writing
+from steadygrad.tasks.guard import guarded
 
-# Bytes of a checkpoint: reading one takes twice as much memory.
-LARGEST = int(environment()["memory_bytes"] or 1 << 40) // 2
+# Bytes of a checkpoint.
+LARGEST = 1 << 40
 
 
 @dataclass
@@ -39,15 +37,10 @@ class State:
     samples: int = 0
     steps: int = 0
 
+    @guarded("Saving and reading the state_dict of model and optimizer, without pickle,")
     def reread(self) -> "State":
         """The state as it is once it was written and read again."""
-        try:
-            return _unpack(_pack(self, ""))[1]
-        except Exception as error:
-            raise InputError(
-                "The optimizer's state should hold tensors, numbers and strings. Found "
-                f"{reason(error)[:200]}. Remedy: an optimizer whose state_dict needs no pickle."
-            ) from error
+        return _unpack(_pack(self, ""))[1]
 
 
 def on_host(nest: Any) -> Any:
@@ -72,13 +65,8 @@ class Checkpoints:
 
     def save(self, name: str, state: State) -> None:
         """Writes a checkpoint; an older one of the same name stays until it is whole."""
-        try:
+        with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"Expected a folder for checkpoints at {str(self._folder)!r}. Found "
-                f"{error.strerror}. Remedy: remove what is in its place."
-            ) from error
         replace_file(self._path(name), _pack(state, f"{name} {self._run}"))
 
     def load(self, name: str, samples: int) -> State | None:

@@ -43,6 +43,7 @@ class DistributedContext:
     ) -> None:
         self.deadline = deadline
         self.rank, self.size = rank, size
+        self.is_main = rank == 0  # writes and prints
         self.device = torch.device(device)
         self.sharding = sharding if size > 1 else "none"
         self._world = World(size=size)
@@ -65,11 +66,6 @@ class DistributedContext:
                 # may need the lock to let go of the last exchange's tensors.
                 time.sleep(PAUSE)
                 leave_processes()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Makes the backward pass average gradients over all ranks, and shards the model."""

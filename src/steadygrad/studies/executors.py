@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError, from_extra, launched
-from steadygrad.studies.environment import environment
+from steadygrad.studies.header import cores
 from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
 from steadygrad.tasks.load import FOLDERS, load_function
@@ -34,12 +34,10 @@ def _shut_down(executor: Executor) -> None:
 
 
 class Workers:
-    """An executor that can be made again.
+    """An executor that ``make`` can make again after its workers were lost.
 
-    Args:
-        make: Makes an executor; called again after its workers were lost.
-        count: Number of workers that are there now; a cluster may grow.
-        end: Ends an executor, with its workers in mid-trial where it can.
+    ``count`` is the number of workers that are there now, for a cluster may grow; ``end`` ends an
+    executor, with its workers in mid-trial where it can.
     """
 
     def __init__(
@@ -97,10 +95,9 @@ def _bare() -> Iterator[None]:
 
 
 @contextmanager
-def cluster_workers(
-    dask: str, executor: str, workers: int, processes: int
-) -> Iterator[Workers | None]:
+def cluster_workers(settings: Any, processes: int) -> Iterator[Workers | None]:
     """The workers that ``--dask`` or ``--executor`` names; None where neither is given."""
+    dask, executor = settings.dask, settings.executor
     named = [name for name, given in (("--dask", dask), ("--executor", executor)) if given]
     if not named:
         yield None
@@ -110,7 +107,8 @@ def cluster_workers(
             f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
             f"{len(named)}, in {processes} processes. Remedy: one of them, without torchrun."
         )
-    with closing(dask_workers(dask) if dask else made_workers(executor, workers)) as found:
+    found = dask_workers(dask) if dask else made_workers(executor, settings.workers)
+    with closing(found):
         yield found
 
 
@@ -118,7 +116,7 @@ def local_workers(workers: int, runtime: Runtime) -> Workers | None:
     """Worker processes of this machine; None where trials run in this process."""
     if not workers:
         # As many as the plan reckons with, where this machine has the cores for them.
-        enough = max(1, int(environment()["cores"]) // runtime.threads)
+        enough = max(1, cores() // runtime.threads)
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
@@ -130,9 +128,9 @@ def cuda_devices() -> list[str]:
 
     Someone who shares a machine names some of its devices, by number or by UUID.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in given.split(",")] if given else map(str, range(1024))
-    return [name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False)]
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in given.split(",")][:count]
 
 
 def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
@@ -174,9 +172,8 @@ def _begin_worker(parent: int, devices: Any) -> None:
 def made_workers(spec: str, workers: int) -> Workers:
     """Workers of an executor of the user's own, such as submitit's or Ray's.
 
-    Args:
-        spec: Function that makes it: ``module:factory`` or ``path/file.py:factory``.
-        workers: Trials at a time; 0: as many as the executor says that it has.
+    ``spec`` is ``module:factory`` or ``path/file.py:factory``; 0 ``workers`` are as many as the
+    executor says that it has.
     """
     module, _, name = spec.rpartition(":")
     what = f"--executor {spec}"

@@ -87,31 +87,21 @@ class Run:
 
 
 def create(folder: Path, header: Header) -> None:
-    """Begins a run in a folder that is absent or empty; it is made with its parents.
-
-    Raises:
-        InputError: If the folder is not empty or cannot be written. Nothing is written then.
-    """
+    """Begins a run in a folder that is absent or empty, and stays empty if that fails."""
     text = _text(header)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            found = next(folder.iterdir(), None)
-            if found is None:
-                # Only one of two processes can make it.
-                (folder / RESULTS).mkdir()
-                made.insert(0, folder / RESULTS)
-        if found is not None:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for found in folder.iterdir():
             raise InputError(
                 f"Expected an absent or empty folder. Found {str(folder)!r} with {found.name!r} in "
                 "it. Remedy: name another folder with --out, or continue a run with --resume."
             )
+        # Only one of two processes can make it.
+        (folder / RESULTS).mkdir()
+    try:
         replace_file(folder / HEADER, text)
     except BaseException:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+        (folder / RESULTS).rmdir()
         raise
 
 
@@ -123,7 +113,7 @@ def identity(folder: Path) -> str:
 def write_result(folder: Path, result: Result, run: str | None = None) -> None:
     """Writes one result's file; ``run`` is the identity of its run. Default: the folder's."""
     path = folder / RESULTS / _name(result.key)
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(exist_ok=True)
         run = identity(folder) if run is None else run
     replace_file(path, _text({**msgspec.to_builtins(result), "run": run}, None))
@@ -152,11 +142,7 @@ def write_page(folder: Path, html: str) -> Path:
 
 
 def read_header(folder: Path) -> tuple[Any, Any]:
-    """The header of a run, and the module of its study's types.
-
-    Raises:
-        RunError: If there is none, or its version or its study is not known.
-    """
+    """The header of a run, and the module of its study's types."""
     path = folder / HEADER
     try:
         found = read_json(path)
@@ -243,15 +229,11 @@ def understanding(folder: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes ``path`` in one step: a reader sees the old file or the whole new one.
-
-    Raises:
-        RunError: If the file cannot be written; the old one is then still there.
-    """
+    """Writes ``path`` in one step: a reader, also after an error, sees the old file or the new."""
     # A name that nobody can guess, made anew: it is no link that came with the folder, and no
     # other process writes it. The rename replaces a link at `path`, and does not follow it.
     part = path.with_name(f".{secrets.token_hex(8)}.part")
-    with _writing(path):
+    with writing(path):
         try:
             with open(part, "xb") as file:
                 file.write(data)
@@ -265,7 +247,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turns a failure to write ``path`` into one line with the reason and the remedy."""
     try:
         yield
@@ -290,11 +272,7 @@ def _name(key: Key) -> str:
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Writes strict JSON, with non-finite floats as the strings ``"nan"``, ``"inf"``, ``"-inf"``.
 
-    ``msgspec.convert(..., strict=False)`` makes floats of them again. Structs become objects. The
-    text is ASCII, and one line unless ``indent`` says the spaces for each level.
-
-    Raises:
-        TypeError: If ``value`` holds what JSON cannot, such as a tensor.
+    ``msgspec.convert(..., strict=False)`` makes floats of them again. Structs become objects.
     """
     return json.dumps(_encode(msgspec.to_builtins(value)), indent=indent, allow_nan=False)
 

@@ -2,20 +2,62 @@
 
 import math
 import os
+import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from steadygrad import __version__
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.environment import environment
 from steadygrad.studies.files import digests
 from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo
 from steadygrad.studies.trainer import Trainer
+
+
+def cores() -> int:
+    """Number of the machine's cores that this process may use."""
+    with suppress(AttributeError):  # absent on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """The machine's memory; None where it is not known, as on Windows."""
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Machine and versions that a run is measured with."""
+    found = {
+        "python": platform.python_version(),
+        "steadygrad": __version__,
+        "torch": str(torch.__version__),  # with the build, such as +cu130
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
+    }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory}
+    return found
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"
 
 
 def describe_task(trainer: Trainer, spec: str) -> TaskInfo:

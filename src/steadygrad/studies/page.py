@@ -23,20 +23,14 @@ def render(run: Run) -> str:
     """Draws a run's page; the same run gives the same page, byte for byte.
 
     A partial run is drawn too, and the page says what is missing.
-
-    Raises:
-        InputError: If the run makes no sense.
     """
     study, status, missing = run.header.study, (run.summary or {}).get("status"), []
     if run.unreadable:
         missing.append(f"Results that cannot be read, and are left out: {len(run.unreadable)}.")
     if not status:
         missing.append("The run was stopped, or is still going.")
-    common = {
-        "header": msgspec.to_builtins(run.header),
-        "missing": missing,
-        "colours": charts.VARIABLES,
-    }
+    header = msgspec.to_builtins(run.header)
+    common = {"header": header, "missing": missing, "colours": charts.VARIABLES}
     with understanding(run.folder), warnings.catch_warnings():
         # Of odd numbers in a run: many lines, about lines of Matplotlib's code.
         warnings.simplefilter("ignore")
@@ -47,11 +41,7 @@ def render(run: Run) -> str:
 
 
 def write(folder: Path) -> Path:
-    """Draws the page of the run in ``folder`` again, and returns its path.
-
-    Raises:
-        InputError: If the run cannot be read or drawn, or the page cannot be written.
-    """
+    """Draws the page of the run in ``folder`` again, and returns its path."""
     # Its header may name it.
     folder = Path(folder).parent if Path(folder).name == HEADER else Path(folder)
     return write_page(folder, render(read_run(folder)))

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
+from steadygrad.studies import page
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -47,16 +47,10 @@ from steadygrad.tasks import Task
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a study.
-
-    Attributes:
-        too_little: What is missing where the study says nothing at all.
-        stopped_by: The signal that ended it; 0 otherwise.
-    """
+    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise."""
 
     folder: Path
     summary: Summary
-    too_little: str | None = None
     stopped_by: int = 0
     page: Path | None = None
 
@@ -98,24 +92,15 @@ def conduct(
 ) -> Outcome:
     """Starts or resumes a study, and draws its page, for the command line and for Python.
 
-    SIGINT and SIGTERM end it like its budget meanwhile.
-
-    Args:
-        name: Name of the study.
-        given: The settings that are not as by default or, for a run that continues, as recorded.
-        task: A task that only this process has; the setting is then ``OBJECT``.
-        out: Folder of a new run. Default: one in ``runs``, named by the time.
-        continued: Folder of a run to resume.
-        deadline: Ends the study early.
-        monitor: Watches.
+    SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
+    by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
+    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``.
 
     Raises:
-        InputError: For anything that cannot be used, or if the budget was over too early for any
-            answer.
+        InputError: For anything that cannot be used, or if the budget was over before any answer.
         StudyFailed: If training diverges, the task's code raises, or no page can be written.
         StudyInterrupted: By a signal before the run was begun.
     """
-    page = import_module("steadygrad.studies.page")  # says now if an extra is missing
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(
             f"A resumed run continues in its own folder. Found out = {str(out)!r} as well. "
@@ -141,16 +126,15 @@ def conduct(
             if launched()[0] == 0:
                 outcome = replace(outcome, page=page.write(folder))
         except InputError as error:
-            # Why a study failed or says nothing matters more than why its page did.
-            if not outcome.too_little:
-                failed = failed or StudyFailed(str(error), outcome)
+            # Why a study failed matters more than why its page did.
+            failed = failed or StudyFailed(str(error), outcome)
     if failed:
         failed.outcome = outcome
         raise failed
-    if outcome.too_little:
-        shown = f", as {str(outcome.page)!r} shows" if outcome.page else ""
+    too_little = getattr(module_of(name, "words"), "too_little", lambda summary: None)
+    if outcome.summary.status == "budget" and (why := too_little(outcome.summary)):
         raise InputError(
-            f"{outcome.too_little}. Found {str(outcome.folder)!r} unfinished{shown}. "
+            f"{why}. Found {str(outcome.folder)!r} unfinished. "
             f"Remedy: continue with --resume {outcome.folder} --budget TIME."
         )
     return outcome
@@ -165,19 +149,14 @@ def start(
     deadline: Deadline | None = None,
     monitor: Monitor,
 ) -> Outcome:
-    """Runs a study in a folder that is absent or empty.
+    """Runs a study in a folder that is absent or empty; what cannot be used leaves nothing there.
 
     The task is loaded where none is given. A deadline ends the study early. Default: when the
     budget, from now on, is over.
-
-    Raises:
-        InputError: For anything that cannot be used; nothing is written then.
-        StudyFailed: If training diverges, or the task's code raises, later on.
     """
     deadline = deadline or Deadline()
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
-    named = settings.dask, settings.executor, settings.workers
-    with joined as context, cluster_workers(*named, context.size) as cluster:
+    with joined as context, cluster_workers(settings, context.size) as cluster:
         task = task or context.together(lambda: load(name, settings, {}))
         trainer = make_trainer(name, task, settings, context)
         trainer.check_task()
@@ -215,20 +194,8 @@ def resume(
 ) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
 
-    Settings and plan are those of the record; the budget's clock starts again.
-
-    Args:
-        folder: The run's folder.
-        given: Settings that a user names again; only ``FREE`` ones may differ from the record.
-        name: Name of the study that the record must be of. Default: any.
-        task: The task, where the run was started with one.
-        deadline: As for :func:`start`.
-        monitor: Watches.
-
-    Raises:
-        InputError: If the record cannot be read, or the settings, the task's data, or the number
-            of processes have changed.
-        StudyFailed: If training diverges, or the task's code raises, later on.
+    Settings and plan are those of the record, but for the ``FREE`` ones that are ``given``; the
+    budget's clock starts again. ``name`` is the study that the record must be of. Default: any.
     """
     run, given = read_run(folder), dict(given or {})
     settings = _agreed(run, name, given)
@@ -253,8 +220,7 @@ def resume(
     refuse_links(folder)
     deadline, device = deadline or Deadline(), resolve_device(header.runtime.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
-    named = settings.dask, settings.executor, settings.workers
-    with joined as context, cluster_workers(*named, context.size) as cluster:
+    with joined as context, cluster_workers(settings, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.
         files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
         trainer = recorded_trainer(header, files, context, task)
@@ -312,8 +278,7 @@ def _run(
         write_summary(folder, summary)
     if status == "complete":
         place.checkpoints.remove()
-    why = getattr(module_of(header.study, "words"), "too_little", lambda summary: None)
-    outcome = Outcome(folder, summary, why(summary) if status == "budget" else None, reason)
+    outcome = Outcome(folder, summary, reason)
     if failure:
         raise StudyFailed(
             f"{failure} The results are kept. --resume {folder} continues where the cause was "

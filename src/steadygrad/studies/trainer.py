@@ -3,9 +3,7 @@
 import copy
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -158,7 +156,7 @@ class Trainer:
         self.model.train()
         self.steps = state.steps
         # Of steps whose losses were not read yet, and of those that were.
-        self._losses: list[tuple[Tensor, Tensor]] = []
+        self._losses: list[Tensor] = []
         self._looked_at: list[float] = []
 
     def _renew_optimizer(self) -> None:
@@ -206,9 +204,6 @@ class Trainer:
             self.fit_micro_batch(size)  # refused where that cuts the batch
         together(self._check_evaluation)
         self.check_rate()
-        # So that the step changes weights: its rate is not zero.
-        self.set_rate(Rate(), self.task.warmup_samples)
-        self.step(torch.arange(size))
         self.look()
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
@@ -229,7 +224,7 @@ class Trainer:
         self.restart()
 
     def check_rate(self) -> None:
-        """Refuses an optimizer that sets its own rate: steps at two of them move a weight alike."""
+        """Takes a step; refuses an optimizer whose steps are alike at two rates."""
         self.scaler.update(1.0)  # so that no step overflows
         size, begin = self.task.batch_size, self.state(0)
 
@@ -237,24 +232,21 @@ class Trainer:
             # Not a new scaler: for its hooks a compiled model would be compiled anew.
             self.context.load_model(self.model, begin.model)
             self._renew_optimizer()
-            if not factor:  # what moves a weight without gradients need not follow the rate
-                self.optimizer.register_step_pre_hook(lambda *_: self.model.zero_grad(False))
+            self._losses.clear()
             self.seed_everything("rates")
             for number in range(steps):
-                self.set_rate(Rate(factor=factor or 1.0), size * (number + 0.5))
+                self.set_rate(Rate(factor=factor), self.task.warmup_samples + size * number)
                 self.step(torch.arange(size))
             marks, named = fingerprints(self.model), self.model.named_parameters()
             return [marks.get(name) for name, p in named if p.requires_grad]
 
         # The first step of some moves no weight. 8: in 16 bits 2 may be rounded away.
         for steps in (1, 3):
-            found = zip(*(weights(steps, x) for x in (0.0, 1.0, 1e-3, 8.0)), strict=True)
-            alike = self.context.gather([own != still for still, own, *o in found if own in o])
-            self.set_rate.check("a weight that moves alike at two rates" * any(map(any, alike)))
-            if not any(alike):
-                break
-        weights(0)
-        self._losses.clear()
+            begun, other, own = weights(0), weights(steps, 8.0), weights(steps)
+            if any(self.context.gather(own != other)):
+                return
+        if any(self.context.gather(own != begun)):
+            self.set_rate.check("steps alike at two rates")
 
     def _find_company(self) -> None:
         """Finds out whether the losses of a batch's samples depend on one another."""
@@ -274,13 +266,12 @@ class Trainer:
         self.dependent = any(self.context.gather(found))
 
     def _check_evaluation(self) -> None:
-        before, value = fingerprints(self.model), self.evaluate()
+        before, value, after = fingerprints(self.model), self.evaluate(), fingerprints(self.model)
         if self._finite and not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
                 "Remedy: look for NaN in the validation data."
             )
-        after = fingerprints(self.model)
         for name, _ in self.model.named_parameters():
             if before.get(name) != after.get(name):
                 raise TaskError(
@@ -291,11 +282,7 @@ class Trainer:
     def fit_micro_batch(self, largest: int) -> None:
         """Finds micro-batches of a batch of ``largest`` samples that fit into memory, by halves.
 
-        The model's buffers may change.
-
-        Raises:
-            InputError: If losses or gradients are not as they should be, one sample does not fit,
-                or the batch would be cut and must not be.
+        Losses and gradients are checked; the model's buffers may change.
         """
         context = self.context
 
@@ -371,10 +358,8 @@ class Trainer:
     ) -> Tensor:
         """Adds a global batch's gradients to ``.grad``, times the loss scale; takes no step.
 
-        Its micro-batches on this rank may be ``ready``; else they are made here.
-
-        Returns:
-            The mean loss of this rank's samples, shape ``()``.
+        Its micro-batches on this rank may be ``ready``; else they are made here. The mean loss of
+        this rank's samples, with shape ``()``, is returned.
         """
         share = self.context.share(indices)
         micros = torch.split(share, self.micro_batch_size)
@@ -391,11 +376,8 @@ class Trainer:
 
     def step(self, indices: Tensor, ready: Iterator[Any] | None = None) -> None:
         """One optimizer step on a global batch; nothing here waits for an accelerator."""
-        self._losses.append((self.backward(indices, ready), indices))
-        with ExitStack() as stack, guarded("A step of the optimizer"):
-            if self.steps.bit_count() == 1 and not sys.getprofile():  # seldom: it takes time
-                stack.callback(sys.setprofile, None)
-                sys.setprofile(self.set_rate.note)
+        self._losses.append(self.backward(indices, ready))
+        with guarded("A step of the optimizer"):
             self.scaler.step(self.optimizer)
         self.set_rate.check()
         self.scaler.update()
@@ -403,37 +385,23 @@ class Trainer:
         self.steps += 1
 
     def look(self) -> list[float]:
-        """Reads the losses, and asks whether to stop.
-
-        Returns:
-            The mean losses over all ranks of the steps since :meth:`take_losses`.
+        """The mean losses over all ranks of the steps since :meth:`take_losses`.
 
         Raises:
             Diverged: If one of them is not finite.
             StudyInterrupted: If the study has to stop.
         """
-        losses, taken = [*zip(*self._losses, strict=True)] or ((), ())
+        pending = torch.stack(self._losses).tolist() if self._losses else []
         self._losses.clear()
-        pending = torch.stack(losses).tolist() if losses else []
-        for value, indices in zip(self.context.poll(pending), taken, strict=True):
+        for value in self.context.poll(pending):
             if self._finite and not math.isfinite(value):
-                found = f"The training loss should stay finite. Found {value}"
-                raise Diverged(f"{found} within {self.steps} steps{self._why_not_finite(indices)}.")
+                half = "--dtype bfloat16 or float32, " if self.dtype is torch.float16 else ""
+                raise Diverged(
+                    f"The training loss should stay finite. Found {value} within {self.steps} "
+                    f"steps. Remedy: {half}a lower Task.lr than {self.task.lr:g}, data without NaN."
+                )
             self._looked_at.append(value)
         return self._looked_at
-
-    def _why_not_finite(self, indices: Tensor) -> str:
-        """What is known of a batch's loss, and the remedy; where it overflows no weight moves."""
-        micros, mean = self.context.share(indices).split(self.micro_batch_size), math.nan
-        if self.dtype is torch.float16:
-            with suppress(TaskError), torch.no_grad(), guarded("Task.per_sample_loss"):
-                losses = (self.task.per_sample_loss(self.wrapped, self.batch(m)) for m in micros)
-                mean = float(torch.cat([*losses]).mean())
-            (mean,) = self.context.poll([mean])
-        if math.isfinite(mean):
-            found = f", in float16 alone: in float32 the batch has {mean:.3g}. Remedy: --dtype "
-            return f"{found}bfloat16 or float32, or a lower Task.lr if that loss is large"
-        return f". Remedy: a lower Task.lr than {self.task.lr:g}, data without NaN"
 
     def take_losses(self) -> list[float]:
         """The training losses of the steps since the last call."""
@@ -450,13 +418,10 @@ class Trainer:
         rate: Rate | None = None,
         seen: int | None = None,
     ) -> Iterator[int]:
-        """Trains over the positions ``start`` to ``stop`` of an order, in whole batches.
+        """Trains over the positions ``start`` to ``stop`` of an order; yields where each step ends.
 
-        The default ``rate`` is the task's own. At ``start`` the run has ``seen`` so many samples;
-        by default as many as ``start``.
-
-        Yields:
-            After each step, the position reached.
+        Batches are whole. The default ``rate`` is the task's own. At ``start`` the run has ``seen``
+        so many samples; by default as many as ``start``.
         """
         rate, offset = rate or Rate(), (start if seen is None else seen) - start
         places = range(start, stop - batch_size + 1, batch_size)

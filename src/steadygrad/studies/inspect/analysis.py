@@ -27,10 +27,10 @@ WORTH = 4
 MOST = 100
 
 Phases = Mapping[str, Sequence[Part]]
+# A layer and a kind.
 Place = tuple[str, str]
-"""A layer and a kind."""
+# Number of values by exponent: zeros have minus infinity, values that are not finite infinity.
 Exponents = Counter[float]
-"""Number of values by exponent: zeros have minus infinity, values that are not finite infinity."""
 
 
 def by_phase(results: Results) -> dict[str, list[Part]]:
@@ -88,25 +88,24 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
     before, search, after = (phases[phase] for phase in PHASES)
     underflowing, limit = _underflowing(before, search), before[-1].scales[""] + NEAR
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
-    limiting = {name: count for name, count in _overflows(before).items() if name in near}
+    # Steps with an overflow that a smaller scale would have prevented.
+    overflows = added_up(before, "overflows") - added_up(before, "at_any_scale")
+    limiting = {name: count for name, count in overflows.items() if name in near}
     nonfinite = {**added_up(after, "at_any_scale"), **added_up(before, "at_any_scale")}
-    forward = {**added_up(after, "forward"), **added_up(before, "forward")}
-    own, internal = shares_of(search), {}
-    for (name, kind), held in own.items():
-        if name and kind == "weights" and held.lost > WEIGHTS_LOST:
-            arrives = own.get((name, "activations"))
-            if arrives and arrives.lost < BOUNDARY_LOST:
-                internal[name] = held.lost
+    shares = {at: held.lost for at, held in shares_of(search).items()}
+    internal = {
+        name: share
+        for (name, kind), share in shares.items()
+        if name and kind == "weights" and share > WEIGHTS_LOST
+        if shares.get((name, "activations"), 1.0) < BOUNDARY_LOST
+    }
     return schema.Diagnosis(
-        fault=bool(forward or underflowing or nonfinite),
         underflowing=underflowing,
         # If nothing underflows, these only brought the scale down from its start, as they should.
         limiting=limiting if underflowing else {},
-        regressed=_large(_excess(shares_of(after), shares_of(before))),
+        regressed=_large(_excess(after, before)),
         nonfinite_at_any_scale=nonfinite,
-        overflowed_after=dict(_overflows(after)),
         internal_underflow=internal,
-        forward=forward,
     )
 
 
@@ -148,16 +147,10 @@ def added_up(phase: Sequence[Part], field: str) -> Counter[str]:
     return sum((Counter(getattr(part, field)) for part in phase), Counter())
 
 
-def _overflows(phase: Sequence[Part]) -> Counter[str]:
-    """Steps in which a layer overflowed that a smaller scale would have prevented."""
-    return added_up(phase, "overflows") - added_up(phase, "at_any_scale")
-
-
-def _excess(
-    shares: Mapping[Place, schema.Shares], other: Mapping[Place, schema.Shares]
-) -> dict[Place, float]:
+def _excess(phase: Sequence[Part], other: Sequence[Part]) -> dict[Place, float]:
     """Share of the gradients that is zero or subnormal in one phase, less that in another."""
-    return {at: held.lost - other[at].lost for at, held in shares.items() if at in other}
+    less = shares_of(other)
+    return {at: held.lost - less[at].lost for at, held in shares_of(phase).items() if at in less}
 
 
 def _large(shares: Mapping[Place, float]) -> dict[str, float]:
@@ -172,13 +165,12 @@ def _large(shares: Mapping[Place, float]) -> dict[str, float]:
 def _underflowing(before: Sequence[Part], search: Sequence[Part]) -> dict[str, float]:
     """Share of each layer's gradients that underflows by the one scale, where it is large.
 
-    The larger of two rates. The first is the increase in zero and subnormal values over all
-    values. In a layer whose gradients are mostly exact zeros that is small, so the second is the
-    increase over the nonzero values, but no more than float16 must lose of the measured exponents
-    at that scale: more zeros may also come from convergence.
+    The larger of two: the increase in zero and subnormal values over all values, and, as many may
+    be exactly zero, over the nonzero ones. The second is at most what float16 must lose of the
+    measured exponents at that scale: more zeros may also come from convergence.
     """
     own, predicted = shares_of(search), _lost_under(search, before[-1].scales[""])
-    shares = _excess(shares_of(before), own)
+    shares = _excess(before, search)
     for at, more in shares.items():
         relative = more / max(1e-12, 1.0 - own[at].zero)
         shares[at] = max(more, min(relative, predicted.get(at, 0.0)))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import analysis, schema, words
 from steadygrad.studies.inspect.analysis import Phases
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, STEPS, Part, Summary
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, Part, Summary
 
 
 def summarize(header: schema.Header, results: Results, status: str) -> Summary:
@@ -22,15 +22,13 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         verdict = _verdict(phases[BEFORE], found, proposal)
         # Where no gradient was finite there is nothing to propose.
         proposal = None if verdict == "unseen" else replace(proposal, code=words.code(proposal))
-    short = header.settings.steps is None and header.plan.steps < STEPS
     findings = (
         schema.Verdict(verdict=verdict),
         None if status == "complete" else schema.Unfinished(),
-        _forward(phases) if found.forward else None,
+        _forward(phases),
         *_effects(found, "nonfinite_at_any_scale"),
         schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,
-        schema.Shortened(steps=header.plan.steps) if short else None,
-        *_effects(found, "regressed", "overflowed_after", "internal_underflow", "limiting"),
+        *_effects(found, "regressed", "internal_underflow", "limiting"),
     )
     return Summary(
         study="inspect",
@@ -61,17 +59,18 @@ def _verdict(
     return "higher" if higher else "spread"
 
 
-def _forward(phases: Phases) -> schema.Forward:
+def _forward(phases: Phases) -> schema.Forward | None:
     """Of the first training with such a step."""
-    parts = next(held for held in (phases[BEFORE], phases[AFTER]) if any(p.forward for p in held))
-    causes = analysis.added_up(parts, "forward")
-    return schema.Forward(causes=dict(causes), count=causes.total(), steps=parts[-1].steps)
+    for parts in (phases[BEFORE], phases[AFTER]):
+        if causes := analysis.added_up(parts, "forward"):
+            steps = parts[-1].steps
+            return schema.Forward(causes=dict(causes), count=causes.total(), steps=steps)
+    return None
 
 
-def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> Iterable[schema.Effect]:
-    for name in names:
-        if layers := getattr(found, name):
-            yield schema.Effect(name=name, layers=layers)
+def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> list[schema.Effect]:
+    effects = [schema.Effect(name=name, layers=getattr(found, name)) for name in names]
+    return [effect for effect in effects if effect.layers]
 
 
 def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.LossName:

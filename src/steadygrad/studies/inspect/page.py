@@ -97,24 +97,19 @@ def _cells(row: Exponents) -> dict[int, float]:
 
 def _training(phases: Phases, task: str) -> Markup | None:
     """Training loss over steps, with one loss scale and with the proposed scales."""
-    losses = {
-        name: [(p.steps, p.loss) for p in parts if p.loss is not None]
-        for name, parts in phases.items()
-    }
-    curves = {phase: losses[phase] for phase in COLOURS if losses[phase]}
+    seen = {phase: [part for part in phases[phase] if part.loss is not None] for phase in COLOURS}
+    curves = {phase: [(p.steps, p.loss) for p in parts] for phase, parts in seen.items() if parts}
     if not curves:
         return None
 
     def paint(figure: Figure, narrow: bool) -> None:
-        axes, labels = figure.subplots(), []
+        axes = figure.subplots()
         for phase, curve in curves.items():
-            colour = COLOURS[phase]
-            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2, marker="o", ms=4)
-            labels.append((*curve[-1], TITLES[phase], colour))
-        axes.set_xlim(0, max(label[0] for label in labels) * (1.75 if narrow else 1.3))
+            colour, x_y = COLOURS[phase], zip(*curve, strict=True)
+            axes.plot(*x_y, "o-", color=colour, lw=2, ms=4, label=TITLES[phase])
         axes.set(xlabel="optimizer steps", ylabel="training loss")
-        figure.canvas.draw()
-        charts.label_lines(axes, labels, gap=14)
+        axes.set_xlim(left=0)
+        axes.legend(frameon=False, labelcolor="linecolor")
 
     spoken = f"Training loss of {task} over steps, with one loss scale and the proposed scales."
     return charts.chart("training", spoken, paint, height=260)

@@ -18,9 +18,7 @@ KINDS = ("activations", "weights")
 STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
 VerdictName = Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
-EffectName = Literal[
-    "nonfinite_at_any_scale", "regressed", "overflowed_after", "internal_underflow", "limiting"
-]
+EffectName = Literal["nonfinite_at_any_scale", "regressed", "internal_underflow", "limiting"]
 LossName = Literal["lower", "not lower", "unknown"]
 ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
@@ -145,25 +143,19 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Float16's effect on each layer, by its name; values that become zero or subnormal are lost.
 
     Attributes:
-        fault: Whether one loss scale is not enough.
         underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
         limiting: Number of steps with an overflow, for layers whose overflows keep the loss scale
             too low for the underflowing layers.
         regressed: Share of the gradients lost with the proposed scales, and not with one.
         nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
-        overflowed_after: Steps with an overflow that a smaller scale than proposed prevents.
         internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
-        forward: Steps of one training whose forward pass was not finite, by the cause in words.
     """
 
-    fault: bool = False
     underflowing: dict[str, float] = {}
     limiting: dict[str, int] = {}
     regressed: dict[str, float] = {}
     nonfinite_at_any_scale: dict[str, int] = {}
-    overflowed_after: dict[str, int] = {}
     internal_underflow: dict[str, float] = {}
-    forward: dict[str, int] = {}
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,12 +216,6 @@ class Unfinished(Finding, frozen=True, tag="unfinished"):
     """The study ended before all steps were trained."""
 
 
-class Shortened(Finding, frozen=True, tag="shortened"):
-    """The budget had time for fewer steps than usual."""
-
-    steps: int
-
-
 class Forward(Finding, frozen=True, tag="forward"):
     """Steps, of all of a training's, whose forward pass was not finite, by cause."""
 
@@ -251,7 +237,7 @@ class Effect(Finding, frozen=True, tag="effect"):
     layers: dict[str, float]
 
 
-Findings = Verdict | Unfinished | Shortened | Forward | Remedy | Effect
+Findings = Verdict | Unfinished | Forward | Remedy | Effect
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):

@@ -5,17 +5,14 @@ from collections.abc import Collection, Iterable
 
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, STEPS, TITLES, Proposal, Seen, Summary
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, TITLES, Proposal, Seen, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import ENDS, listed
 
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
     "bfloat16 or float32; torch.amp.GradScaler halves its scale at each of these steps.",
-    "regressed": "With the proposed scales more gradients underflow than with one loss scale in "
-    "{}.",
-    "overflowed_after": "The proposed scales overflowed in {}: leave dynamic scaling on (the "
-    "default), for occasional gradients are far larger than the rest.",
+    "regressed": "More gradients underflow with the proposed scales than with one in {}.",
     "internal_underflow": f"Whatever the scale, over {WEIGHTS_LOST:.0%} of the weight gradients "
     "are zero or subnormal in {}: they are truly zero, or they underflow inside, where scaling "
     "smaller parts or bfloat16 helps.",
@@ -92,16 +89,10 @@ def _remark(found: schema.Findings, s: Summary) -> str:
         case schema.Unfinished():
             more = "" if s.status == "failed" else "; --resume continues it"
             return f"The study {ENDS[s.status]} before all steps were trained{more}."
-        case schema.Shortened():
-            steps = f"{found.steps} optimizer steps in each training, not {STEPS}"
-            return f"The budget has time for about {steps}; --steps sets their number."
         case schema.Forward():
             worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
             said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)
-            remedy = "look for NaN in inputs and labels"
-            if "NaN" not in worst[0][0]:
-                parts = "train this part in bfloat16 or float32"
-                remedy = f"{parts}, or look for what makes its values so large"
+            remedy = "look for NaN in the data, or train this part in bfloat16 or float32"
             return f"{said[0].upper()}{said[1:]}: {remedy}."
         case schema.Remedy():
             assert s.proposal is not None
@@ -117,9 +108,7 @@ def too_little(s: Summary) -> str | None:
     """Without two phases there is nothing to compare, and no diagnosis."""
     if schema.Verdict(verdict="unmeasured") not in s.findings:
         return None
-    # A part that is cut short is not kept: as much time again would come no further.
-    early = "" if s.phases else ", nor was an eighth of the first training done"
-    return f"The budget was over before scales were found{early}: nothing is said of the layers"
+    return "The budget was over before scales were found: nothing is said of the layers"
 
 
 def table(s: Summary) -> Table | None:
@@ -172,7 +161,7 @@ def layer_title(name: str) -> str:
 
 def _in(name: str, layers: dict[str, float]) -> str:
     """Layers, the worst first, with their steps or shares, which the field's name tells."""
-    steps = name in ("nonfinite_at_any_scale", "overflowed_after", "limiting")
+    steps = name in ("nonfinite_at_any_scale", "limiting")
     worst = sorted(layers.items(), key=lambda pair: -pair[1])
     return _few(f"{layer_title(n)} ({_steps(v) if steps else f'{v:.0%}'})" for n, v in worst)
 

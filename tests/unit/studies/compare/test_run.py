@@ -66,7 +66,7 @@ def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
 
     def watched(indices, ready=None):
         step(indices, ready)
-        losses.append((indices.tolist(), float(places.trainer._losses[-1][0])))
+        losses.append((indices.tolist(), float(places.trainer._losses[-1])))
 
     monkeypatch.setattr(places.trainer, "step", watched)
     for optimizer in ("adamw", "lans", "sgd", "muon", "task", "drawing"):

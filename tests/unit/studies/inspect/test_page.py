@@ -99,7 +99,7 @@ def test_the_curves_are_the_losses(painted):
     curves = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
     assert curves[charts.SCHEDULE] == [2.0 / n for n in range(1, 9)]
     assert curves[charts.CRITICAL] == [1.0 / n for n in range(1, 9)]
-    named = {text.get_color(): text.get_text() for text in axes.texts}
+    named = {text.get_color(): text.get_text() for text in axes.get_legend().get_texts()}
     assert named == dict(zip((charts.SCHEDULE, charts.CRITICAL), TITLES, strict=True))
 
 

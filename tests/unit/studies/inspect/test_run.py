@@ -57,7 +57,7 @@ def test_one_loss_scale_is_what_torch_s_scaler_does(tmp_path, monkeypatch):
     """All in one go, without boundaries and without checkpoints between parts."""
     monkeypatch.setattr(scalers, "INTERVAL", 3)
     found, task = look(tmp_path / "run", spec("healthy")), load_task(spec("healthy"))
-    assert found.summary.diagnosis.fault is False
+    assert found.summary.diagnosis.underflowing == {}
     torch.manual_seed(seed_for(0, "init", 0))
     model = task.make_model()
     optimizer = task.make_optimizer(model.parameters(), task.lr)
@@ -131,7 +131,8 @@ def test_no_step_is_finite(tmp_path):
 @pytest.mark.parametrize(("factory", "nan"), [("unlabelled", True), ("lossless", False)])
 def test_a_loss_that_is_not_finite_is_no_fault_of_a_layer(factory, nan, tmp_path):
     found = look(tmp_path / "run", spec(factory), steps=64).summary
-    ((cause, count),) = found.diagnosis.forward.items()
+    (forward,) = (finding for finding in found.findings if isinstance(finding, Forward))
+    ((cause, count),) = forward.causes.items()
     assert 0 < count < 64
     assert ("NaN is in the batch" in cause) == nan
     assert found.diagnosis.nonfinite_at_any_scale == {}
