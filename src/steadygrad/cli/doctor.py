@@ -11,7 +11,7 @@ from typing import Any
 
 from steadygrad import __version__
 from steadygrad._checks import install
-from steadygrad.cli.console import cleaned, emit
+from steadygrad.cli.console import emit, printable
 
 BRINGS = {
     "cli": "the commands advise, compare, inspect and ab, and their reports",
@@ -27,8 +27,8 @@ BRINGS = {
 
 def run(values: Mapping[str, Any]) -> int:
     """Prints the findings, as JSON or with a line for each value."""
-    found = cleaned(examined())
-    lines = [f"{name:20}  {value}" for name, value in found.items()]
+    found = examined()
+    lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
     emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
     return 0
 

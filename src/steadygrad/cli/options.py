@@ -68,13 +68,14 @@ COMMANDS: Mapping[str, Command] = {
         {"--json": {"action": "store_true", "help": "Print it as JSON."}},
     ),
 }
+# In the description of a number for which "auto" may stand.
+AUTO = "0 or auto"
 # Examples of each study; {} is its name.
 EXAMPLES = (
     "steadygrad {} --budget 5m",
     "steadygrad {} path/to/file.py:make_task --out runs/mine",
     "steadygrad {} --resume runs/mine --budget 1h",
 )
-UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Parser(ArgumentParser):
@@ -91,13 +92,11 @@ class Parser(ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        self.flags: list[str] = []
         self.add("--help", "-h", action="store_true", help="Show this help.")
 
     def add(self, *flags: str, complete: Any = None, **options: Any) -> Action:
         """Adds an argument; ``complete`` names a shell's offers for its value."""
         options["help"] = options["help"].replace("%", "%%")
-        self.flags += flags
         action = self.add_argument(*flags, **options)
         if complete:
             action.complete = complete  # type: ignore[attr-defined]
@@ -113,7 +112,7 @@ class Parser(ArgumentParser):
         found, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            like = near(flag, self.flags)
+            like = near(flag, self._option_string_actions)
             raise InputError(
                 f"Unexpected argument. Found {unknown[0]!r}. Remedy: {like}{self.prog} --help."
             )
@@ -182,7 +181,7 @@ def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
     metavar = "|".join(choices) or {int: "INT", float: "NUMBER", str: "TEXT"}[kind]
     if name == "budget":
         metavar, default = "TIME", f"{default / 60:g}m"
-    elif name in ("workers", "threads"):
+    elif AUTO in text:
         metavar = "INT|auto"
     if default not in ("", None):
         text += f" (default: {default})"
@@ -204,7 +203,7 @@ def _read(name: str, kind: Any, text: str) -> Any:
     try:
         if name == "budget":
             value = seconds(text)
-        elif name in ("workers", "threads") and text == "auto":
+        elif text == "auto" and AUTO in (get_args(kind)[1].description or ""):
             value = 0
         elif get_args(kind)[0] is float:
             value = float(text)
@@ -222,4 +221,5 @@ def seconds(text: str) -> float:
     text = re.sub(rf"^{number}$", r"\1s", text.strip().lower(), flags=re.ASCII)
     if re.fullmatch(rf"({number}[smh]\s*)+", text, re.ASCII) is None:
         raise ValueError("expected a duration such as 30s, 5m or 2h")
-    return sum(float(n) * UNITS[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))
+    units = {"s": 1, "m": 60, "h": 3600}
+    return sum(float(n) * units[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))

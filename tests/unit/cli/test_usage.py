@@ -97,14 +97,14 @@ def test_a_budget_is_a_duration(text, found):
 def test_values_have_their_types_and_only_what_is_named_is_given():
     assert options_of("advise").read([]) == {}
     words = ["--seed=3", "my.py:task", "--tolerance", ".5", "--budget", "1.5h", "--keep-half-life"]
-    assert options_of("advise").read([*words, "--workers", "auto", "--threads=auto"]) == {
+    assert options_of("advise").read([*words, "--workers", "auto", "--samples=auto"]) == {
         "seed": 3,
         "task": "my.py:task",
         "tolerance": 0.5,
         "budget": 5400.0,
         "keep_half_life": True,
         "workers": 0,
-        "threads": 0,
+        "samples": 0,
     }
     # The last of two equal options counts.
     found = options_of("inspect").read(["--steps", "16", "--steps", "32", "--out", "x", "--json"])
