@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from steadygrad import __version__
-from steadygrad._checks import InputError, launched
+from steadygrad._checks import InputError, check_choice, launched
 from steadygrad._studies import STUDIES
 from steadygrad.cli.console import complain, emit
-from steadygrad.cli.options import COMMANDS, near, options_of, parser
+from steadygrad.cli.options import COMMANDS, options_of, parser
 
 __all__ = ["main"]
 
@@ -57,14 +57,7 @@ def _run(arguments: list[str], began: float) -> int:
         overview = parser(whole=False).format_help().rstrip()
         emit(f"steadygrad {__version__}" if "--version" in arguments else overview)
         return 0
-    commands = (*STUDIES, *COMMANDS)
-    if command not in commands:
-        raise InputError(
-            f"Expected a command: {', '.join(commands[:-1])} or {commands[-1]}. "
-            f"Found {repr(command) if arguments else 'none'}. "
-            f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
-        )
-    options = options_of(command)
+    options = options_of(check_choice("COMMAND", command, (*STUDIES, *COMMANDS)))
     if any(word in HELP for word in words):
         emit(options.format_help().rstrip())
         return 0

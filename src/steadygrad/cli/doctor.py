@@ -26,16 +26,8 @@ BRINGS = {
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Prints the findings, as JSON or with a line for each value."""
-    found = examined()
-    lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
-    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
-    return 0
-
-
-def examined() -> dict[str, object]:
-    """Versions, machine, a step on each device, gloo, and the extras that are missing."""
-    return {
+    """Prints versions, the machine, a step on each device, gloo, and what is missing."""
+    found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "steadygrad": __version__,
@@ -43,6 +35,9 @@ def examined() -> dict[str, object]:
         **_tried("import torch", _here),
         **_tried("extras", _missing),
     }
+    lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
+    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
+    return 0
 
 
 def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, object]:

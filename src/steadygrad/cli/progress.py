@@ -46,7 +46,7 @@ class Monitor:
 
     def begin(self, total: int, done: int) -> None:
         """Starts the clock; ``done`` of the work was done before."""
-        self.total, self.printed = total, self.clock()
+        self.printed = self.clock()
         self.bar.reset(self.task.id, total=total, completed=done)
         if not self.drawn:
             self.write(f"work done: {done:,} of {total:,}")
@@ -62,8 +62,7 @@ class Monitor:
 
     def skip(self, samples: int) -> None:
         """Takes away work that is not needed."""
-        self.total -= samples
-        self.bar.update(self.task.id, total=self.total)
+        self.bar.update(self.task.id, total=(self.task.total or 0) - samples)
 
     def say(self, line: str) -> None:
         """Prints a line for the user, above the bar."""

@@ -57,8 +57,8 @@ def test_help(command, capsys):
 
 # A command line, and what its error names: the argument, and what was found.
 USAGE = {
-    "": ("none", *STUDIES, *OTHERS),
-    "advize": ("'advize'", "steadygrad advise"),
+    "": ("COMMAND", *STUDIES, *OTHERS),
+    "advize": ("'advize'", "mean 'advise'"),
     "--json": ("'--json'",),
     "advise --sed 1": ("'--sed'", "--seed"),
     "advise char-lm b": ("'b'",),
