@@ -13,7 +13,7 @@ from importlib import import_module
 from steadygrad import __version__
 from steadygrad._checks import InputError, check_choice, launched
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import complain, emit
+from steadygrad.cli.console import emit, note, printable
 from steadygrad.cli.options import COMMANDS, options_of, parser
 
 __all__ = ["main"]
@@ -31,14 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or
         128 plus the number of the signal that ended it.
     """
-    arguments, size = list(sys.argv[1:] if argv is None else argv), 1
+    arguments, rank, size = list(sys.argv[1:] if argv is None else argv), 0, 1
     try:
-        size = launched()[1]
+        rank, size = launched()
         code = _run(arguments, time.monotonic())
     except InputError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        complain(str(error))
+        if rank == 0:
+            note(f"steadygrad: {printable(' '.join(str(error).split()))}")
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
-from steadygrad._checks import InputError, launched
+from steadygrad._checks import InputError
 
 # Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
@@ -31,16 +31,6 @@ def note(text: str) -> None:
     """Writes to standard error. A study does not end because nobody can read its progress."""
     with suppress(InputError):
         _write(text, sys.stderr)
-
-
-def complain(message: str) -> None:
-    """Writes an error as one line, from one process however many run."""
-    try:
-        rank = launched()[0]
-    except InputError:
-        rank = 0
-    if rank == 0:
-        note(f"steadygrad: {printable(' '.join(message.split()))}")
 
 
 def _write(text: str, stream: TextIO | None) -> None:

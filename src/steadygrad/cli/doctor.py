@@ -13,17 +13,6 @@ from steadygrad import __version__
 from steadygrad._checks import install
 from steadygrad.cli.console import emit, printable
 
-BRINGS = {
-    "cli": "the commands advise, compare, inspect and ab, and their reports",
-    "cpu": "compiled loops for the optimizers' steps on a CPU",
-    "dask": "trials of a study on a Dask cluster",
-    "torchjd": "TorchJD's aggregators in LossBalancer",
-    "transformers": "the adapter to Hugging Face's Trainer",
-    "lightning": "the adapter to Lightning",
-    "accelerate": "the recipe for Accelerate",
-    "tensorboard": "logging to TensorBoard",
-}
-
 
 def run(values: Mapping[str, Any]) -> int:
     """Prints versions, the machine, a step on each device, gloo, and what is missing."""
@@ -72,11 +61,11 @@ def _version(package: str) -> str | None:
 
 
 def _missing() -> dict[str, str]:
-    """Extras of which a package is missing: what they bring, and how to get them."""
+    """Extras of which a package is missing, and how to get them."""
     lines = requires("steadygrad") or ()
     needs = [re.match(r"([\w.-]+).*\bextra == .([\w-]+)", line) for line in lines]
     absent = sorted({need[2] for need in needs if need and _version(need[1]) is None})
-    return {f"missing {x}": f"{BRINGS[x]}: {install(x)}" for x in absent}
+    return {f"missing {extra}": install(extra) for extra in absent}
 
 
 def _step(device: str) -> str:

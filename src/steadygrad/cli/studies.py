@@ -51,16 +51,14 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
         return 128 + stopped.reason
     except StudyFailed as error:
         outcome, failed = error.outcome, error
-    try:
-        if is_main:
-            text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
-            text = printable(outcome.summary.answer) if quiet else text
-            (note if json else emit)(text)
-            if json:
-                emit(dumps(outcome.summary, indent=2))
-    finally:
-        if failed:
-            raise failed
+    if is_main:
+        text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
+        text = printable(outcome.summary.answer) if quiet else text
+        (note if json else emit)(text)
+        if json:
+            emit(dumps(outcome.summary, indent=2))
+    if failed:
+        raise failed
     return 128 + outcome.stopped_by if outcome.stopped_by else outcome.summary.exit_code
 
 

@@ -134,7 +134,7 @@ def test_the_task_that_is_written_runs_by_the_command_that_is_printed(name, tmp_
     if name == "mine.py":
         example = (ROOT / "examples/my_task.py").read_text()
         written = (tmp_path / name).read_text()
-        assert written == example.replace("examples/my_task.py", name)
+        assert written == example.replace("examples/my_task.py", "FILE")
 
 
 def test_a_file_that_exists_is_left_alone(tmp_path, refused):
