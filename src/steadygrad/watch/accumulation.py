@@ -278,22 +278,22 @@ def _bug(products: Tensor, whole: int, tolerance: float) -> str:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Puts gradients, weights, buffers and random numbers back at the end."""
     grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    # Buffers by their places: a forward pass may put another tensor in one's.
-    places: list[dict[str, Any]] = [dict(model.named_parameters())]
-    places += [module._buffers for module in model.modules()]
-    held = [(place, name, x) for place in places for name, x in place.items() if x is not None]
-    copies = [x.detach().clone() for *_, x in held]
+    # A forward pass may put another tensor in a buffer's place.
+    places = [(module._buffers, {**module._buffers}) for module in model.modules()]
+    held = [*model.parameters(), *model.buffers()]
+    copies = [x.detach().clone() for x in held]
     # The loop's own ``model.train()`` changes nothing.
     stay = patch.object(model, "train", lambda mode=True: model)
     try:
         with stay, torch.random.fork_rng():
             yield
     finally:
+        for buffers, own in places:
+            buffers.update(own)
         with torch.no_grad():
-            for (place, name, x), was in zip(held, copies, strict=True):
+            for x, was in zip(held, copies, strict=True):
                 # Written only where they differ: graphs that hold them stay valid.
                 if not torch.equal(local(x.detach()), local(was)):
                     x.copy_(was)
-                place[name] = x
         for p, grad, is_trained in grads:
             p.requires_grad_(is_trained).grad = grad
