@@ -41,10 +41,7 @@ COMMANDS: Mapping[str, Command] = {
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
     ),
-    "tasks": Command(
-        "List the built-in tasks.",
-        ("steadygrad tasks", "steadygrad advise digits-classifier --budget 2m"),
-    ),
+    "tasks": Command("List the built-in tasks.", ("steadygrad tasks",)),
     "init": Command(
         "Write a task to begin with.",
         ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),

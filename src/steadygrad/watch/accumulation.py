@@ -171,15 +171,15 @@ def _count(batch: Any, least: int) -> int:
     lengths = {len(x) for x in leaves if isinstance(x, Tensor) and x.ndim}
     others = [type(x).__name__ for x in leaves if not isinstance(x, kept)]
     if others or len(lengths) != 1 or min(lengths) < least:
-        raise _not_samples(", ".join(others or map(str, sorted(lengths))) or "no tensor", least)
+        raise _not_samples(", ".join(others or map(str, sorted(lengths))) or "no tensor")
     return lengths.pop()
 
 
-def _not_samples(found: str, least: int) -> InputError:
+def _not_samples(found: str) -> InputError:
     return InputError(
-        f"Parameter `batch` should hold at least {least} samples, one in each row of all its "
-        f"tensors, in dicts and tuples. Found {found}. Remedy: a larger batch; or a tensor of the "
-        "samples' indices, which `loss_fn` and the loop collate."
+        "Parameter `batch` should hold two samples or more for each micro-batch, one in each row "
+        f"of all its tensors, in dicts and tuples. Found {found}. Remedy: a larger batch; or a "
+        "tensor of the samples' indices, which `loss_fn` and the loop collate."
     )
 
 
@@ -211,7 +211,7 @@ def _products(
         scaled, full = gradient(rows, _FACTOR), gradient(rows)
         parts = [gradient(own) for own in micros]
     except Exception as error:
-        raise _not_samples(f"{shown(error)}, of {len(rows)} samples", len(rows)) from error
+        raise _not_samples(f"{shown(error)}, of micro-batches of {[*sizes]}") from error
     used = left_by(lambda: loop([_samples(batch, own) for own in micros]))
     columns = []
     for tensors in zip(full, used, scaled, *parts, strict=True):
