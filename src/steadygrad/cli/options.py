@@ -97,8 +97,8 @@ class Parser(ArgumentParser):
         # Intermixed: TASK may follow an option.
         found, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            like = get_close_matches(flag, self._option_string_actions, n=1)
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            like = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             remedy = " or ".join([*like, f"{self.prog} --help"])
             raise InputError(f"Unexpected argument. Found {unknown[0]!r}. Remedy: {remedy}.")
         return {n: join(v) if isinstance(v, list) else v for n, v in vars(found).items()}
