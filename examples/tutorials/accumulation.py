@@ -215,4 +215,4 @@ axis.set_yticks(range(2), list(windows))
 # - A mean of means is no bug if it is what you want: every text counts alike then. Say so in
 #   ``loss_fn``, and the check judges by that.
 # - :doc:`/watch` lists the other bugs that the check names, such as a gradient that is cleared
-#   within the window or a last window that is short.
+#   within the window, and what the ratio says of one without a name.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from steadygrad import __version__
-from steadygrad._checks import InputError, launched
+from steadygrad._checks import InputError, check_choice, launched
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import complain, emit
-from steadygrad.cli.options import COMMANDS, near, options_of, parser
+from steadygrad.cli.console import emit, note, printable
+from steadygrad.cli.options import COMMANDS, options_of, parser
 
 __all__ = ["main"]
 
@@ -31,14 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or
         128 plus the number of the signal that ended it.
     """
-    arguments, size = list(sys.argv[1:] if argv is None else argv), 1
+    arguments, rank, size = list(sys.argv[1:] if argv is None else argv), 0, 1
     try:
-        size = launched()[1]
+        rank, size = launched()
         code = _run(arguments, time.monotonic())
     except InputError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        complain(str(error))
+        if rank == 0:
+            note(f"steadygrad: {printable(' '.join(str(error).split()))}")
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -57,14 +58,7 @@ def _run(arguments: list[str], began: float) -> int:
         overview = parser(whole=False).format_help().rstrip()
         emit(f"steadygrad {__version__}" if "--version" in arguments else overview)
         return 0
-    commands = (*STUDIES, *COMMANDS)
-    if command not in commands:
-        raise InputError(
-            f"Expected a command: {', '.join(commands[:-1])} or {commands[-1]}. "
-            f"Found {repr(command) if arguments else 'none'}. "
-            f"Remedy: {near(command, commands, 'steadygrad ')}steadygrad --help."
-        )
-    options = options_of(command)
+    options = options_of(check_choice("COMMAND", command, (*STUDIES, *COMMANDS)))
     if any(word in HELP for word in words):
         emit(options.format_help().rstrip())
         return 0

@@ -1,6 +1,5 @@
 """The commands beside the studies: functions of their options' values that give the exit code."""
 
-import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -44,12 +43,9 @@ def init(values: Mapping[str, Any]) -> int:
             f"Found {name!r}. Remedy: such as my_task.py."
         )
     text = (resources.files("steadygrad.tasks") / "template.py").read_text(encoding="utf-8")
-    # Its docstring names the file, unless that would need quotes.
-    plain = re.fullmatch(r"[\w./-]+", path.as_posix())
-    text = text.replace("examples/my_task.py", path.as_posix() if plain else "FILE")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(text.replace("examples/my_task.py", "FILE"))
     except OSError as error:
         raise InputError(
             f"FILE should be a new file that can be written. Found {name}: "

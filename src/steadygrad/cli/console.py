@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
-from steadygrad._checks import InputError, launched
+from steadygrad._checks import InputError
 
 # Options of rich's console. No markup: a task may have any name.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
@@ -22,15 +22,6 @@ def printable(text: str) -> str:
     )
 
 
-def cleaned(value: Any) -> Any:
-    """A nest of plain values in which every text is printable."""
-    if isinstance(value, dict):
-        return {cleaned(key): cleaned(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [cleaned(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
-
-
 def emit(text: str) -> None:
     """Writes to standard output."""
     _write(text, sys.stdout)
@@ -40,16 +31,6 @@ def note(text: str) -> None:
     """Writes to standard error. A study does not end because nobody can read its progress."""
     with suppress(InputError):
         _write(text, sys.stderr)
-
-
-def complain(message: str) -> None:
-    """Writes an error as one line, from one process however many run."""
-    try:
-        rank = launched()[0]
-    except InputError:
-        rank = 0
-    if rank == 0:
-        note(f"steadygrad: {printable(' '.join(message.split()))}")
 
 
 def _write(text: str, stream: TextIO | None) -> None:
@@ -74,8 +55,10 @@ def rendered(*parts: str | Mapping[str, Any] | None, stream: TextIO | None) -> s
     buffer, terminal = io.StringIO(), stream is not None and stream.isatty()
     console = Console(file=buffer, force_terminal=terminal or None, **PLAIN)
     for part in parts:
-        if part is not None:
-            console.print(part if isinstance(part, str) else drawn(part, console.width))
+        if isinstance(part, str):
+            console.print(printable(part))
+        elif part is not None:
+            console.print(drawn(part, console.width))
     return buffer.getvalue().rstrip("\n")
 
 
@@ -108,7 +91,8 @@ def drawn(table: Mapping[str, Any], width: int) -> str:
     rule = (" " * GAP).join("─" * n for n in given.values())
     absent = ", ".join(name for i, name in enumerate(table["columns"]) if i not in given)
     rows += [f"On the page also: {absent}."] * bool(absent)
-    return "\n".join(["", table["title"], *[first] * bool(first), second, rule, *rows, ""])
+    lines = ["", table["title"], *[first] * bool(first), second, rule, *rows, ""]
+    return "\n".join(map(printable, lines))
 
 
 def _head(name: str) -> tuple[str, str]:

@@ -11,31 +11,12 @@ from typing import Any
 
 from steadygrad import __version__
 from steadygrad._checks import install
-from steadygrad.cli.console import cleaned, emit
-
-BRINGS = {
-    "cli": "the commands advise, compare, inspect and ab, and their reports",
-    "cpu": "compiled loops for the optimizers' steps on a CPU",
-    "dask": "trials of a study on a Dask cluster",
-    "torchjd": "TorchJD's aggregators in LossBalancer",
-    "transformers": "the adapter to Hugging Face's Trainer",
-    "lightning": "the adapter to Lightning",
-    "accelerate": "the recipe for Accelerate",
-    "tensorboard": "logging to TensorBoard",
-}
+from steadygrad.cli.console import emit, printable
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Prints the findings, as JSON or with a line for each value."""
-    found = cleaned(examined())
-    lines = [f"{name:20}  {value}" for name, value in found.items()]
-    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
-    return 0
-
-
-def examined() -> dict[str, object]:
-    """Versions, machine, a step on each device, gloo, and the extras that are missing."""
-    return {
+    """Prints versions, the machine, a step on each device, gloo, and what is missing."""
+    found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "steadygrad": __version__,
@@ -43,6 +24,9 @@ def examined() -> dict[str, object]:
         **_tried("import torch", _here),
         **_tried("extras", _missing),
     }
+    lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
+    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
+    return 0
 
 
 def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, object]:
@@ -77,11 +61,11 @@ def _version(package: str) -> str | None:
 
 
 def _missing() -> dict[str, str]:
-    """Extras of which a package is missing: what they bring, and how to get them."""
+    """Extras of which a package is missing, and how to get them."""
     lines = requires("steadygrad") or ()
     needs = [re.match(r"([\w.-]+).*\bextra == .([\w-]+)", line) for line in lines]
     absent = sorted({need[2] for need in needs if need and _version(need[1]) is None})
-    return {f"missing {x}": f"{BRINGS[x]}: {install(x)}" for x in absent}
+    return {f"missing {extra}": install(extra) for extra in absent}
 
 
 def _step(device: str) -> str:

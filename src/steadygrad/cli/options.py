@@ -1,27 +1,17 @@
 """The table of commands, and their options. A study's ``Settings`` are its options."""
 
 import re
-from argparse import (
-    SUPPRESS,
-    Action,
-    ArgumentParser,
-    ArgumentTypeError,
-    RawDescriptionHelpFormatter,
-)
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from shlex import join
-from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_args, get_type_hints
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES, module_of
-
-DESCRIPTION = (
-    "Measures what a PyTorch training loop does to a gradient between backward() and the weights."
-)
 
 
 def _folder(text: str) -> Path:
@@ -51,10 +41,7 @@ COMMANDS: Mapping[str, Command] = {
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
     ),
-    "tasks": Command(
-        "List the built-in tasks.",
-        ("steadygrad tasks", "steadygrad advise digits-classifier --budget 2m"),
-    ),
+    "tasks": Command("List the built-in tasks.", ("steadygrad tasks",)),
     "init": Command(
         "Write a task to begin with.",
         ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
@@ -68,13 +55,14 @@ COMMANDS: Mapping[str, Command] = {
         {"--json": {"action": "store_true", "help": "Print it as JSON."}},
     ),
 }
+# In the description of a number for which "auto" may stand.
+AUTO = "0 or auto"
 # Examples of each study; {} is its name.
 EXAMPLES = (
     "steadygrad {} --budget 5m",
     "steadygrad {} path/to/file.py:make_task --out runs/mine",
     "steadygrad {} --resume runs/mine --budget 1h",
 )
-UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Parser(ArgumentParser):
@@ -91,17 +79,14 @@ class Parser(ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        self.flags: list[str] = []
         self.add("--help", "-h", action="store_true", help="Show this help.")
 
-    def add(self, *flags: str, complete: Any = None, **options: Any) -> Action:
+    def add(self, *flags: str, complete: Any = None, **options: Any) -> None:
         """Adds an argument; ``complete`` names a shell's offers for its value."""
         options["help"] = options["help"].replace("%", "%%")
-        self.flags += flags
         action = self.add_argument(*flags, **options)
         if complete:
             action.complete = complete  # type: ignore[attr-defined]
-        return action
 
     def error(self, message: str) -> NoReturn:
         """Refuses in one line."""
@@ -112,31 +97,23 @@ class Parser(ArgumentParser):
         # Intermixed: TASK may follow an option.
         found, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            flag = unknown[0].partition("=")[0]
-            like = near(flag, self.flags)
-            raise InputError(
-                f"Unexpected argument. Found {unknown[0]!r}. Remedy: {like}{self.prog} --help."
-            )
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            like = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            remedy = " or ".join([*like, f"{self.prog} --help"])
+            raise InputError(f"Unexpected argument. Found {unknown[0]!r}. Remedy: {remedy}.")
         return {n: join(v) if isinstance(v, list) else v for n, v in vars(found).items()}
-
-
-def near(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """The beginning of a remedy: the known word that is most like another, if one is."""
-    found = get_close_matches(word, known, n=1)
-    return f"{prefix}{found[0]}, or " if found else ""
 
 
 def parser(*, whole: bool = True) -> ArgumentParser:
     """All commands with their options, for programs that write completions; or their list alone."""
-    others = (COMMANDS[name].examples[0] for name in ("report", "init"))
-    examples = [*(line.format("advise") for line in EXAMPLES), *others]
-    program = Parser("", DESCRIPTION, examples, "index")
+    text = "Measures what PyTorch training does to a gradient between backward() and the weights."
+    examples = [line.format("advise") for line in EXAMPLES]
+    program = Parser("", text, [*examples, "steadygrad init my_task.py"], "index")
     program.add("--version", action="store_true", help="Show the version.")
-    commands = program.add_subparsers(
-        title="commands", metavar="COMMAND", parser_class=ArgumentParser
-    )
-    for name in (*STUDIES, *COMMANDS):
-        text = STUDIES[name] if name in STUDIES else COMMANDS[name].text
+    about: Any = {"title": "commands", "metavar": "COMMAND", "parser_class": ArgumentParser}
+    commands = program.add_subparsers(**about)
+    texts = {**STUDIES, **{name: own.text for name, own in COMMANDS.items()}}
+    for name, text in texts.items():
         parents = [options_of(name)] if whole else []
         commands.add_parser(name, help=text, parents=parents, add_help=False)
     return program
@@ -153,9 +130,8 @@ def options_of(command: str) -> Parser:
         examples = [line.format(command) for line in EXAMPLES]
         schema = module_of(command, "schema")
         options = Parser(command, STUDIES[command], [*examples, schema.EXAMPLE], command)
-        settings = schema.Settings
-        hints = get_type_hints(settings, include_extras=True)
-        for field in fields(settings):
+        hints = get_type_hints(schema.Settings, include_extras=True)
+        for field in fields(schema.Settings):
             _add_setting(options, field.name, hints[field.name], field.default)
         where = f"Folder of the run; absent or empty. (default: runs/{command}-DATE-TIME)"
         options.add("--out", metavar="FOLDER", help=where, **FOLDER)
@@ -170,33 +146,28 @@ def options_of(command: str) -> Parser:
 
 def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
     """Adds an option for a field of a study's settings."""
-    from msgspec import Meta
-
-    # The type of one that may be None, and an empty Meta for one without.
-    kind, meta, *_ = get_args(Annotated[get_args(hint)[0] if default is None else hint, Meta()])
-    flag, text = f"--{name.replace('_', '-')}", meta.description or ""
+    hint = get_args(hint)[0] if default is None else hint  # of one that may be None
+    kind, meta = get_args(hint)
+    flag, text, choices = f"--{name.replace('_', '-')}", meta.description, get_args(kind)
     if kind is bool:
         options.add(flag, action="store_true", help=text)
         return
-    choices = get_args(kind)
     metavar = "|".join(choices) or {int: "INT", float: "NUMBER", str: "TEXT"}[kind]
     if name == "budget":
         metavar, default = "TIME", f"{default / 60:g}m"
-    elif name in ("workers", "threads"):
+    elif AUTO in text:
         metavar = "INT|auto"
     if default not in ("", None):
         text += f" (default: {default})"
-    about: Any = {"help": text, "type": partial(_read, name, Annotated[kind, meta])}
-    if choices:
-        options.add(flag, metavar=metavar, choices=choices, help=text)
-    elif name == "task":
+    read: Any = {"choices": choices} if choices else {"type": partial(_read, name, hint)}
+    if name == "task":
         where = {"nargs": "?", "metavar": "TASK", **(meta.extra or {})}
-        options.add("task", complete=FILES, **where, **about)
+        options.add("task", help=text, complete=FILES, **where, **read)
     else:
-        options.add(flag, metavar=metavar, **about)
+        options.add(flag, help=text, metavar=metavar, **read)
 
 
-def _read(name: str, kind: Any, text: str) -> Any:
+def _read(name: str, hint: Any, text: str) -> Any:
     """Reads the text of a setting, and checks its bounds."""
     from msgspec import convert
 
@@ -204,14 +175,14 @@ def _read(name: str, kind: Any, text: str) -> Any:
     try:
         if name == "budget":
             value = seconds(text)
-        elif name in ("workers", "threads") and text == "auto":
+        elif text == "auto" and AUTO in get_args(hint)[1].description:
             value = 0
-        elif get_args(kind)[0] is float:
+        elif get_args(hint)[0] is float:
             value = float(text)
         # An empty text is how a record says that an option was left away.
         elif not text.strip():
             raise ValueError("expected a text that is not empty")
-        return convert(value, kind, strict=False)
+        return convert(value, hint, strict=False)
     except ValueError as error:
         raise ArgumentTypeError(f"{error}. Found {text!r}") from None
 
@@ -222,4 +193,5 @@ def seconds(text: str) -> float:
     text = re.sub(rf"^{number}$", r"\1s", text.strip().lower(), flags=re.ASCII)
     if re.fullmatch(rf"({number}[smh]\s*)+", text, re.ASCII) is None:
         raise ValueError("expected a duration such as 30s, 5m or 2h")
-    return sum(float(n) * UNITS[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))
+    units = {"s": 1, "m": 60, "h": 3600}
+    return sum(float(n) * units[u] for n, u in re.findall(rf"{number}([smh])", text, re.ASCII))

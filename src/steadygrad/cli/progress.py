@@ -1,8 +1,7 @@
 """Progress of a study and the time left: for a person at a terminal, and for a log."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 
 from steadygrad.cli.console import PLAIN, note, printable
 
@@ -13,14 +12,14 @@ class Monitor:
     """Shows a study's progress, and the time until the work and the budget end.
 
     Args:
-        is_main: Whether this is the first rank; the others are silent.
+        is_shown: Whether anything is written: by the first rank alone, and not if it is quiet.
         budget_left: Seconds until the budget is over.
         clock: Seconds that only ever grow.
     """
 
     def __init__(
         self,
-        is_main: bool,
+        is_shown: bool,
         budget_left: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -29,8 +28,8 @@ class Monitor:
 
         console = Console(stderr=True, **PLAIN)
         self.budget_left, self.clock = budget_left, clock
-        self.drawn = is_main and console.is_terminal
-        self.write = note if is_main else lambda line: None
+        self.drawn = is_shown and console.is_terminal
+        self.write = note if is_shown else lambda line: None
         # What a line of a log holds, and a bar.
         self.columns = (
             progress.TextColumn("{task.description:<40}", markup=False),
@@ -40,14 +39,14 @@ class Monitor:
         )
         self.bar = progress.Progress(
             progress.BarColumn(), *self.columns, console=console, get_time=clock,
-            speed_estimate_period=600.0, transient=True,
+            speed_estimate_period=600.0, transient=True, disable=not self.drawn,
         )  # fmt: skip
         self.bar.add_task("preparing", total=None, rest="")
         (self.task,) = self.bar.tasks
 
     def begin(self, total: int, done: int) -> None:
         """Starts the clock; ``done`` of the work was done before."""
-        self.total, self.printed = total, self.clock()
+        self.printed = self.clock()
         self.bar.reset(self.task.id, total=total, completed=done)
         if not self.drawn:
             self.write(f"work done: {done:,} of {total:,}")
@@ -64,12 +63,3 @@ class Monitor:
     def say(self, line: str) -> None:
         """Prints a line for the user, above the bar."""
         self.write(f"steadygrad: {printable(line)}")
-
-
-@contextmanager
-def make_monitor(is_main: bool, budget_left: Callable[[], float]) -> Iterator[Monitor]:
-    """A bar in a terminal, plain lines elsewhere, silence on all ranks but the first."""
-    monitor = Monitor(is_main, budget_left)
-    # What is written to standard error meanwhile comes above the bar.
-    with monitor.bar if monitor.drawn else nullcontext():
-        yield monitor

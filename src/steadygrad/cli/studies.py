@@ -3,26 +3,24 @@
 import html
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import torch
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.cli.console import cleaned, emit, note, printable, rendered
-from steadygrad.cli.options import seconds
-from steadygrad.cli.progress import make_monitor
+from steadygrad.cli.console import emit, note, printable, rendered
+from steadygrad.cli.options import options_of
+from steadygrad.cli.progress import Monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import PAGE, dumps
 from steadygrad.studies.order import generators_kept
-from steadygrad.studies.run import StudyFailed, conduct
+from steadygrad.studies.run import Outcome, StudyFailed, conduct
 from steadygrad.studies.schema import Summary
 from steadygrad.tasks import Task
 
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from steadygrad.studies.inspect.schema import Summary as Inspection
 
 S = TypeVar("S", bound=Summary)
+# Options of a study that are no settings.
+NO_SETTINGS = ("out", "resume", "json", "quiet", "debug")
 
 
 def command(name: str, values: Mapping[str, Any], began: float) -> int:
@@ -40,36 +40,43 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    deadline, failed, is_main = Deadline(began), None, launched()[0] == 0
-    given = dict(values)
-    json, quiet, _ = (given.pop(flag, False) for flag in ("json", "quiet", "debug"))
-    folders = {"out": given.pop("out", None), "continued": given.pop("resume", None)}
+    failed, is_main = None, launched()[0] == 0
+    json, quiet = values.get("json", False), values.get("quiet", False)
     try:
-        monitoring = make_monitor(is_main and not quiet, deadline.left)
         # What the task prints must not mix with --json.
-        with monitoring as monitor, redirect_stdout(sys.stderr):
-            outcome = conduct(name, given, **folders, deadline=deadline, monitor=monitor)
+        with redirect_stdout(sys.stderr):
+            outcome = _conducted(name, values, Deadline(began), quiet)
     except StudyInterrupted as stopped:
         # Before the record was begun: there is nothing to report.
         return 128 + stopped.reason
     except StudyFailed as error:
         outcome, failed = error.outcome, error
-    try:
-        if is_main:
-            text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
-            text = printable(outcome.summary.answer) if quiet else text
-            (note if json else emit)(text)
-            if json:
-                emit(dumps(outcome.summary, indent=2))
-    finally:
-        if failed:
-            raise failed
+    if is_main:
+        text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
+        text = printable(outcome.summary.answer) if quiet else text
+        (note if json else emit)(text)
+        if json:
+            emit(dumps(outcome.summary, indent=2))
+    if failed:
+        raise failed
     return 128 + outcome.stopped_by if outcome.stopped_by else outcome.summary.exit_code
+
+
+def _conducted(
+    name: str, values: Mapping[str, Any], deadline: Deadline, quiet: bool, task: Task | None = None
+) -> Outcome:
+    """Runs or resumes a study by the values of its options, with progress unless ``quiet``."""
+    given = {key: value for key, value in values.items() if key not in NO_SETTINGS}
+    folders = {"out": values.get("out"), "continued": values.get("resume")}
+    monitor = Monitor(not quiet and launched()[0] == 0, deadline.left)
+    # What is written to standard error meanwhile comes above the bar.
+    with monitor.bar:
+        return conduct(name, given, task=task, **folders, deadline=deadline, monitor=monitor)
 
 
 def _shown(summary: Summary, page: Path | None, stream: TextIO | None) -> str:
     """The answer, the table, the remarks, and where the page is."""
-    said = cleaned(summary.to_dict())
+    said = summary.to_dict()
     text = rendered(said["answer"], said["table"], *said["remarks"], stream=stream)
     return f"{text}\n\nReport: {printable(str(page))}" if page else text
 
@@ -121,68 +128,55 @@ def advise(
         What was found.
 
     Raises:
-        ValueError: For anything that cannot be used, such as a task whose code raises. Results
-            until then are kept in the folder.
-        TypeError: For an option that the study does not have.
+        ValueError: For anything that cannot be used, such as an option that the study does not
+            have, or a task whose code raises. Results until then are kept in the folder.
     """
-    return _study("advise", task, budget, **options)
+    return _study("advise", [task], budget, **options)
 
 
 def compare(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
 ) -> "StudyResult[Comparison]":
     """Whether another optimizer is worth it: ``steadygrad compare``, as :func:`advise`."""
-    return _study("compare", task, budget, **options)
+    return _study("compare", [task], budget, **options)
 
 
 def inspect(
     task: Task | str | None = None, *, budget: float | str | None = None, **options: Any
 ) -> "StudyResult[Inspection]":
     """The layers that lose float16 gradients: ``steadygrad inspect``, as :func:`advise`."""
-    return _study("inspect", task, budget, **options)
+    return _study("inspect", [task], budget, **options)
 
 
 def ab(
     *arms: Task | str | Callable[[int], float], budget: float | str | None = None, **options: Any
 ) -> "StudyResult[Change]":
     """Whether a change is real: ``steadygrad ab A B``, as :func:`advise`; of functions, too."""
-    words = [arm for arm in arms if isinstance(arm, str)]
-    if len(words) == len(arms):
-        return _study("ab", join(words) or None, budget, **options)
+    if all(isinstance(arm, str) for arm in arms):
+        return _study("ab", arms, budget, **options)
     trials = module_of("ab", "trials")
     given = [trials.load_arm(arm) if isinstance(arm, str) else arm for arm in arms]
-    return _study("ab", trials.arms_of(given), budget, **options)
+    return _study("ab", [trials.arms_of(given)], budget, **options)
 
 
 def _study(
-    name: str,
-    task: Task | str | None,
-    budget: float | str | None,
-    *,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    progress: bool = True,
-    **options: Any,
+    name: str, tasks: Sequence[Any], budget: Any, *, progress: bool = True, **options: Any
 ) -> StudyResult[Any]:
-    given = _given(name, task, budget, options)
-    for where, folder in {"out": out, "resume": resume}.items():
-        if not isinstance(folder, (str, Path, NoneType)):
-            raise InputError(f"`{where}` should be a path. Found {folder!r}. Remedy: 'runs/mine'.")
-    deadline, threads = Deadline(), torch.get_num_threads()
+    values = options_of(name).read(_words(tasks, {"budget": budget, **options}))
+    task = next((given for given in tasks if isinstance(given, Task)), None)
+    if task:
+        values = {"workers": 1, **values, "task": OBJECT}
+        if values["workers"] != 1 or values.get("dask") or values.get("executor"):
+            raise InputError(
+                "Expected a task that workers can load. Found a Task, which only this process has. "
+                "Remedy: task='path/to/file.py:make_task', or no workers."
+            )
+    threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     try:
         # First the generators: Rich draws a number as it is imported.
-        is_shown = progress and launched()[0] == 0
-        with generators_kept(device), make_monitor(is_shown, deadline.left) as monitor:
-            outcome = conduct(
-                name,
-                given,
-                task=task if isinstance(task, Task) else None,
-                out=Path(out) if out else None,
-                continued=Path(resume) if resume else None,
-                deadline=deadline,
-                monitor=monitor,
-            )
+        with generators_kept(device):
+            outcome = _conducted(name, values, Deadline(), not progress, task)
     except StudyInterrupted as stopped:
         signal.raise_signal(stopped.reason)
         raise
@@ -193,37 +187,17 @@ def _study(
     return StudyResult(outcome.summary, outcome.folder)
 
 
-def _given(
-    name: str, task: Task | str | None, budget: float | str | None, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The settings that a call names, checked as strictly as a command line's."""
-    from msgspec import ValidationError, convert
-
-    given = dict(options)
-    if isinstance(task, str):
-        given["task"] = task
-    elif isinstance(task, Task):
-        given = {"workers": 1, **given, "task": OBJECT}
-    elif task is not None:
-        raise InputError(
-            f"Parameter `task` should be a Task or the name of one. Found {type(task).__name__}. "
-            "Remedy: call the function that makes it, or 'path/to/file.py:make_task'."
-        )
-    if budget is not None:
-        try:
-            given["budget"] = seconds(budget) if isinstance(budget, str) else float(budget)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"`budget`: {error}. Found {budget!r}. Remedy: 5m.") from None
-    settings = module_of(name, "schema").Settings(**given)
-    try:
-        convert(asdict(settings), type(settings))
-    except ValidationError as error:
-        what, _, name = str(error).rstrip("`").partition(" - at `$.")
-        found = getattr(settings, name)
-        raise InputError(f"`{name}`: {what}. Found {found!r}. Remedy: another value.") from None
-    if isinstance(task, Task) and (settings.workers > 1 or settings.dask or settings.executor):
-        raise InputError(
-            "Expected a task that workers can load. Found a Task, which only this process has. "
-            "Remedy: task='path/to/file.py:make_task', or no workers."
-        )
-    return given
+def _words(tasks: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """The command line that a call is read as."""
+    words = [task for task in tasks if isinstance(task, str)]
+    for task in tasks:
+        if not isinstance(task, Task | str | None):
+            raise InputError(
+                f"Expected a Task or the name of one. Found {type(task).__name__}. Remedy: call "
+                "the function that makes it, or 'path/to/file.py:make_task'."
+            )
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:  # 0 is a value
+            words.append(flag if value is True else f"{flag}={value}")
+    return words

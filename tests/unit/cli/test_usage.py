@@ -57,8 +57,8 @@ def test_help(command, capsys):
 
 # A command line, and what its error names: the argument, and what was found.
 USAGE = {
-    "": ("none", *STUDIES, *OTHERS),
-    "advize": ("'advize'", "steadygrad advise"),
+    "": ("COMMAND", *STUDIES, *OTHERS),
+    "advize": ("'advize'", "mean 'advise'"),
     "--json": ("'--json'",),
     "advise --sed 1": ("'--sed'", "--seed"),
     "advise char-lm b": ("'b'",),
@@ -97,14 +97,14 @@ def test_a_budget_is_a_duration(text, found):
 def test_values_have_their_types_and_only_what_is_named_is_given():
     assert options_of("advise").read([]) == {}
     words = ["--seed=3", "my.py:task", "--tolerance", ".5", "--budget", "1.5h", "--keep-half-life"]
-    assert options_of("advise").read([*words, "--workers", "auto", "--threads=auto"]) == {
+    assert options_of("advise").read([*words, "--workers", "auto", "--samples=auto"]) == {
         "seed": 3,
         "task": "my.py:task",
         "tolerance": 0.5,
         "budget": 5400.0,
         "keep_half_life": True,
         "workers": 0,
-        "threads": 0,
+        "samples": 0,
     }
     # The last of two equal options counts.
     found = options_of("inspect").read(["--steps", "16", "--steps", "32", "--out", "x", "--json"])
@@ -134,7 +134,7 @@ def test_the_task_that_is_written_runs_by_the_command_that_is_printed(name, tmp_
     if name == "mine.py":
         example = (ROOT / "examples/my_task.py").read_text()
         written = (tmp_path / name).read_text()
-        assert written == example.replace("examples/my_task.py", name)
+        assert written == example.replace("examples/my_task.py", "FILE")
 
 
 def test_a_file_that_exists_is_left_alone(tmp_path, refused):

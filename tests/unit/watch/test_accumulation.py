@@ -94,6 +94,7 @@ right = dividing(token_sum, lambda micros, micro: sum(map(count, micros)))
 # Divides by the setting, and not by what was left of the epoch.
 short_window = dividing(sequence_mean, lambda micros, micro: WINDOWS)
 
+
 # The loss as it should be, the loop, and the bug in each window.
 LOOPS = {
     "right": (token_mean, right, ["", "", "", ""]),
@@ -105,30 +106,26 @@ LOOPS = {
         dividing(sequence_mean, lambda micros, micro: 1),
         ["sum", "sum", "means", "sum"],
     ),
-    "short window": (sequence_mean, short_window, ["", "short", "means", "short"]),
+    "short window": (sequence_mean, short_window, ["", "other", "means", "other"]),
     "cleared": (sequence_mean, cleared, ["lost"] * 4),
     # Tokens of the first micro-batch in place of the window's.
     "by own items": (
         token_mean,
         dividing(token_sum, lambda micros, micro: count(micros[0])),
-        ["factor"] * 4,
+        ["other"] * 4,
     ),
-    "stepping": (sequence_mean, stepping, ["steps"] * 4),
+    "stepping": (sequence_mean, stepping, ["lost"] * 4),
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_bug_is_named(name):
     loss, loop, expected = LOOPS[name]
-    model = model_of()
-    twin = copy.deepcopy(model)
-    assert bugs(check(model, loss, tokens(), loop)) == expected
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    assert all(torch.equal(a, b) and a.grad is None and a.requires_grad for a, b in pairs)
+    assert bugs(check(model_of(), loss, tokens(), loop)) == expected
 
 
 def test_nothing_is_changed():
-    """Nor the buffer that a forward pass replaces by another tensor."""
+    """Nor weights by a step, nor the buffer that a forward pass replaces by another tensor."""
 
     def average(own, x):
         own.seen = own.seen + 1
@@ -141,7 +138,7 @@ def test_nothing_is_changed():
     model[4].seen = buffer
     grads = [p.grad.clone() for p in model.parameters()]
     twin, state = copy.deepcopy(model), torch.get_rng_state()
-    check(model, sequence_mean, tokens())
+    check(model, sequence_mean, tokens(), stepping)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
     pairs = zip(model.state_dict().values(), twin.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -150,7 +147,9 @@ def test_nothing_is_changed():
 
 
 @pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize(("layer", "bug"), [(nn.BatchNorm1d(6), "batch"), (nn.Dropout(), "random")])
+@pytest.mark.parametrize(
+    ("layer", "bug"), [(nn.BatchNorm1d(6), "batch"), (nn.Dropout(), "unclear")]
+)
 def test_layers_that_depend_on_chance_or_on_the_batch(layer, bug, is_training):
     """In training mode alone; also where the loop says ``model.train()``."""
     model = model_of(layer).train(is_training)
@@ -187,21 +186,26 @@ def test_autocast_is_no_bug():
     assert max(abs(w.ratio - 1) for w in found.windows) > 1e-4
 
 
-def test_one_micro_batch_of_many_in_bfloat16():
-    """The least bug that is told: a window of 15 where 16 are set."""
-    batch = torch.randn(32, 5, generator=torch.Generator().manual_seed(2)).bfloat16()
-    loop = dividing(square_mean, lambda micros, x: 16)
-    found = check(model_of().bfloat16(), square_mean, batch, loop, micro_batches=16)
-    assert found.windows[SHORT].bug == "short"
-    assert found.windows[SHORT].ratio == pytest.approx(15 / 16, abs=0.02)  # five roundings
+@pytest.mark.parametrize(("count", "bug"), [(16, "other"), (32, "unclear")])
+def test_one_micro_batch_of_many_in_bfloat16(count, bug):
+    """Told where one fewer is more than the roundings of adding up: half of 1/32 is not."""
+    batch = torch.randn(2 * count, 5, generator=torch.Generator().manual_seed(2)).bfloat16()
+    loop = dividing(square_mean, lambda micros, x: count)
+    found = check(model_of().bfloat16(), square_mean, batch, loop, micro_batches=count).windows[-1]
+    assert found.bug == bug
+    # Five roundings; where none is told, the first window is the last.
+    assert found.ratio == pytest.approx(15 / 16 if bug == "other" else 1, abs=0.02)
 
 
-def test_where_a_bug_is_no_larger_than_roundings_none_is_named():
-    """A right loop of 32: bfloat16 adds up with an error of a half of 1/32."""
-    batch = torch.randn(64, 5, generator=torch.Generator().manual_seed(2)).bfloat16()
-    loop = dividing(square_mean, lambda micros, x: 32)
-    found = check(model_of().bfloat16(), square_mean, batch, loop, micro_batches=32)
-    assert bugs(found) == ["rounding"]
+def test_a_mean_of_means_of_nearly_equal_parts():
+    """One token of 320 is missing, which ratio and cosine hardly show."""
+    draw = torch.Generator().manual_seed(6)
+    batch = {"x": torch.randn(8, 40, 5, generator=draw)}
+    batch["labels"] = torch.randint(3, (8, 40), generator=draw)
+    batch["labels"][0, 0] = IGNORED
+    window = check(model_of(), token_mean, batch).windows[EQUAL]
+    assert window.bug == "means"
+    assert max(abs(window.ratio - 1), 1 - window.cosine) < 3e-4
 
 
 def pair_mean(model, pair):
@@ -216,7 +220,7 @@ def test_a_gradient_that_cancels():
     best = torch.linalg.lstsq(x.double(), y.double()).solution
     with torch.no_grad():
         model.weight.copy_(best.T)
-    assert bugs(check(model, pair_mean, (x, y))) == ["rounding"]
+    assert bugs(check(model, pair_mean, (x, y))) == ["unclear"]
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf", "zero", "frozen", "too few"])
@@ -320,6 +324,12 @@ def test_rows_that_are_no_samples(loss, x, micro_batches):
     assert bugs(check(model, loss, x, micro_batches=micro_batches)) == ["batch"]
 
 
+def test_no_mean_of_means_where_few_weights_fit_any_gradient():
+    """The loop is right: the loss is one whose samples depend on one another."""
+    found = check(nn.Linear(2, 1), lambda model, x: x.std() * model(x).square().mean(), X[:, :2])
+    assert {*found.bugs} <= {"other", "batch"}
+
+
 # Gradients of other kinds
 
 
@@ -334,7 +344,7 @@ def test_sparse_gradients():
     [
         (lambda micros, micro: sum(map(count, micros)), ""),
         (lambda micros, micro: sum(map(count, micros)) * len(micros), "twice"),
-        (lambda micros, micro: count(micro) * len(micros), "overflow"),
+        (lambda micros, micro: count(micro) * len(micros), "other"),
     ],
     ids=["right", "twice", "means"],
 )
