@@ -416,19 +416,16 @@ class Trainer:
         batch_size: int,
         *,
         rate: Rate | None = None,
-        seen: int | None = None,
     ) -> Iterator[int]:
         """Trains over the positions ``start`` to ``stop`` of an order; yields where each step ends.
 
-        Batches are whole. The default ``rate`` is the task's own. At ``start`` the run has ``seen``
-        so many samples; by default as many as ``start``.
+        Batches are whole. The default ``rate`` is the task's own.
         """
-        rate, offset = rate or Rate(), (start if seen is None else seen) - start
-        places = range(start, stop - batch_size + 1, batch_size)
+        rate, places = rate or Rate(), range(start, stop - batch_size + 1, batch_size)
         ready = self._ahead(order, places) if self.task.loader_workers else None
         for number, position in enumerate(places, start=1):
             # Halfway through the batch: a linear factor is then its mean over the batch.
-            self.set_rate(rate, position + offset + batch_size / 2)
+            self.set_rate(rate, position + batch_size / 2)
             self.step(order.take(position, batch_size), ready)
             if number % (1 if self.context.device.type == "cpu" else LOOK_EVERY) == 0:
                 self.look()

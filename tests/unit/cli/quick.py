@@ -16,7 +16,7 @@ __all__ = ["ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
 # Options of studies of the tiny task, of about a second of training. None of their plans depends
 # on the clock.
 STUDIES = {
-    "advise": ["--budget", "10h", "--samples", "256", "--seeds", "3"],
+    "advise": ["--budget", "10h", "--samples", "256", "--seeds", "4"],
     "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "128", "--seeds", "2"],
     "inspect": ["--budget", "10h", "--steps", "64"],
 }

@@ -110,19 +110,14 @@ def test_a_line_every_half_minute(capsys):
     assert said == r"steadygrad: a\nb"
 
 
-@pytest.mark.parametrize(("skipped", "seconds"), [(0, 49), (400, 8)])
-def test_work_of_others_and_work_that_is_not_needed_tell_no_speed(skipped, seconds):
+def test_work_that_was_done_before_tells_no_speed():
     clock, monitor = paced(done=400)
-    if skipped:
-        monitor.advance(10, "")
-        clock.now = 5.0
-        monitor.skip(skipped)
     for _ in range(11):
         clock.now += 1
         monitor.advance(10, "")
-    assert monitor.task.completed == 510 + 10 * bool(skipped)
+    assert monitor.task.completed == 510
     # 10 in a second.
-    assert monitor.task.time_remaining == seconds
+    assert monitor.task.time_remaining == 49
 
 
 def test_a_terminal_has_a_bar_and_lines_above_it(monkeypatch, capsys):

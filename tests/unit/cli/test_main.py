@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.studies.advise.schema import Scratch
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import Training
 from tests.unit.cli.conftest import PLAIN
 from tests.unit.cli.quick import STUDIES, run_program, tiny
 from tests.unit.studies.framework import contents
@@ -145,7 +145,7 @@ def ended_after(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "flags"), [("header.json", []), ("results/scratch-*", ["--json"])]
+    ("name", "flags"), [("header.json", []), ("results/training-*", ["--json"])]
 )
 def test_without_a_comparison_there_is_no_advice(ended_after, name, flags, tmp_path, capsys):
     """A training stays in the record and on the page; what is printed is the error alone."""
@@ -159,7 +159,7 @@ def test_without_a_comparison_there_is_no_advice(ended_after, name, flags, tmp_p
     run = read_run(tmp_path / "run")
     assert run.summary["status"] == "budget"
     assert run.summary["recommendation"]["batch_size"] is None
-    assert len(run.select(Scratch)) == ("scratch" in name)
+    assert len(run.select(Training)) == ("training" in name)
     assert (tmp_path / "run/report.html").exists()
 
 
@@ -167,7 +167,7 @@ def test_without_a_comparison_there_is_no_advice(ended_after, name, flags, tmp_p
 @pytest.mark.parametrize(
     ("number", "code", "status"),
     [
-        # It measured something, the branches of the first point: that is no error.
+        # It compared something: that is no error.
         (0, 0, "budget"),
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "interrupted"),
@@ -178,7 +178,7 @@ def test_a_run_that_was_cut_short_is_reported_and_goes_on(
 ):
     """To the numbers that a longer clock would have given at once, by the command line alone."""
     folder = tmp_path / "run"
-    assert ended_after("results/branch-*", 6, number=number) == code
+    assert ended_after("results/training-1-*", 3, number=number) == code
     assert summary_of(folder)["status"] == status
     assert (folder / "report.html").stat().st_size > 1000
     assert main(["advise", "--resume", str(folder), "--budget", "1h"]) == 0

@@ -86,8 +86,8 @@ def make_training(loss: float = 0.9, *, arm: int = 0, seed: int = 0, **fields: A
 
 
 def trial(number: int, cost: int = 10) -> Trial:
-    """One that gives the training of an arm."""
-    return Trial(("training", number, 256, 0.0, 0), cost, f"trial {number}")
+    """One that gives a training of an arm, over as many samples as it costs."""
+    return Trial(("training", number, cost, 0.0, 0), cost, f"trial {number}")
 
 
 def write(folder: Path, *results: Result, summary: dict[str, Any] | None = None) -> Run:

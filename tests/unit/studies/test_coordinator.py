@@ -3,47 +3,43 @@
 import random
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from steadygrad.studies import work
-from steadygrad.studies.advise.schema import Point
-from steadygrad.studies.advise.trials import TRIALS
+from steadygrad.studies.advise import trials
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.trainer import Diverged
-from steadygrad.studies.trials import Trial
-from steadygrad.studies.work import Coordinator, Workplace, finished
+from steadygrad.studies.work import Coordinator, Workplace
 from tests.refusals import refused
-from tests.unit.studies.advise import events
 from tests.unit.studies.framework import Watcher, timeless
-from tests.unit.studies.results import job, make_header, trial
+from tests.unit.studies.results import changed, make_header, make_training, trial
 
 
-def point(number, loss=None):
-    return events.point(number, 8, losses=lambda _: float(number if loss is None else loss))
-
-
-def toy(plan, place, **job):
-    """A trial whose result is the number in its job."""
-    place.advance(4, "a part of it")
-    return point(job["point"], job["loss"])
+def toy(plan, place, arm, samples, step, seed, loss=None):
+    """A training whose loss is the number of its arm, or as it is given."""
+    place.advance(samples, "all of it")
+    return make_training(float(arm if loss is None else loss), arm=arm, samples=samples)
 
 
 class Setting:
-    """A study in a folder, and its executor, which finishes a random job at every wait.
+    """A study in a folder, and its executor, which finishes a random trial at most waits.
 
-    ``faults`` are what befalls the jobs of a number.
+    ``trials_of`` is the study's, of its results. ``faults`` are what befalls the trials of an arm.
     """
 
-    def __init__(self, trials, folder, *, workers=3, seed=0, known=()):
+    def __init__(self, trials_of, folder, *, workers=3, seed=0, known=(), idle=0.0):
         (folder / "results").mkdir(exist_ok=True, parents=True)
-        self.folder, self.trials, self.results = folder, trials, Results(known)
+        self.folder, self.trials_of, self.results = folder, trials_of, Results(known)
         self.workers, self.random, self.faults = workers, random.Random(seed), {}
+        # Share of the waits at which nothing ends, and numbers of results as trials were asked for.
+        self.idle, self.asked = idle, []
         self.waiting, self.ran = [], []
         self.most = self.made = self.ended = 0
         self.monitor, self.deadline = Watcher(), Deadline()
@@ -52,21 +48,26 @@ class Setting:
         self.made += 1
         return self
 
-    def submit(self, function, folder, found, files):
+    def ask(self, header, results):
+        self.asked.append(len(results))
+        return self.trials_of(results)
+
+    def submit(self, function, folder, trial, files):
         future = Future()
-        self.waiting.append((future, found))
+        self.waiting.append((future, trial))
         self.most = max(self.most, len(self.waiting))
         return future
 
     def wait(self, running, timeout=None, return_when=None):
-        if self.waiting:
-            future, found = self.waiting.pop(self.random.randrange(len(self.waiting)))
-            number = found["point"]
+        if self.waiting and self.random.random() >= self.idle:
+            future, trial = self.waiting.pop(self.random.randrange(len(self.waiting)))
+            _, number, *rest = trial.key
             self.ran.append(number)
             if faults := self.faults.get(number):
                 faults.pop(0)(self, future)
             else:
-                future.set_result(point(number, found["loss"]))
+                place = SimpleNamespace(advance=lambda *_: None)
+                future.set_result(toy(None, place, number, *rest, **trial.given))
         return {f for f in running if f.done()}, {f for f in running if not f.done()}
 
     def end(self, executor):
@@ -81,8 +82,8 @@ class Setting:
         trainer.by_halves = lambda attempt: attempt()
         place = Workplace(trainer, None, None, make_header())
         pool = Workers(self.make, lambda: self.workers, end=self.end) if parallel else None
-        monkeypatch.setitem(TRIALS, "point", toy)
-        monkeypatch.setattr(work, "trials_of", lambda header, results: self.trials)
+        monkeypatch.setitem(trials.TRIALS, "training", toy)
+        monkeypatch.setattr(trials, "trials_of", self.ask)
         Coordinator(self.results, self.folder, place, pool, self.monitor).run()
         # Times apart: a worker's own are not measured here.
         return [msgspec.structs.replace(result, time={}) for result in self.results]
@@ -99,91 +100,72 @@ def failing(error):
     return lambda setting, future: future.set_exception(error)
 
 
-ALL = [point(number) for number in range(8)]
+NEEDS = {1: {0}, 2: {1}, 3: {0}, 4: {1}, 5: {2}, 7: {*range(7)}}
+ALL = [make_training(float(n), arm=n, samples=10) for n in (*range(7), 21)]
+ALL[7] = changed(ALL[7], arm=7)
 
 
-def graph():
-    """0 -> 1 -> 2, and what each of them begins; 7 needs all."""
-    return [
-        trial(0), trial(1, 0), trial(2, 1), trial(3, 0), trial(4, 1), trial(5, 2), trial(6),
-        trial(7, 0, 1, 2, 3, 4, 5, 6),
-    ]  # fmt: skip
+def graph(results):
+    """Some are wanted once others are there, and the last one depends on what they gave.
+
+    Each is named twice, as two questions may want the same training.
+    """
+    done = {result.arm: result.loss for result in results}
+    known = [trial(n) for n in range(7) if NEEDS.get(n, set()) <= {*done}] * 2
+    if NEEDS[7] <= {*done}:
+        known.append(replace(trial(7), given={"loss": sum(done[n] for n in range(7))}))
+    return known
+
+
+def several(count):
+    return lambda results: [trial(number) for number in range(count)]
 
 
 def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     orders, files = set(), []
     for seed in range(10):
-        setting = Setting(graph(), tmp_path / str(seed), seed=seed)
+        setting = Setting(graph, tmp_path / str(seed), seed=seed, idle=0.3)
         assert setting.run(monkeypatch) == ALL
         assert sorted(setting.ran) == list(range(8))
         assert setting.most <= 3
         assert (setting.monitor.done, setting.ended) == (80, 1)
+        # Once to begin with, and after each result.
+        assert setting.asked == list(range(9))
         assert [path.name for path in setting.folder.iterdir()] == ["results"]
-        at = setting.ran.index
-        assert all(at(need) < at(each.key[1]) for each in graph() for _, need in each.needs)
         orders.add(tuple(setting.ran))
         files.append(timeless(setting.folder))
-    serial = Setting(graph(), tmp_path / "serial")
+    serial = Setting(graph, tmp_path / "serial")
     assert serial.run(monkeypatch, parallel=False) == ALL
     assert all(found == timeless(serial.folder) for found in files)
     # Else the lines above say nothing.
     assert len(orders) > 3
+    for parallel in (True, False):
+        again = Setting(graph, tmp_path / "serial", known=ALL)
+        assert again.run(monkeypatch, parallel) == ALL
+        assert (again.ran, again.asked, again.monitor.before) == ([], [8], 80)
 
 
-def test_the_longest_chain_begins_first(tmp_path, monkeypatch):
-    """As the plan reckons: a budget is kept only so."""
-    trials = [trial(0), trial(1, cost=5), trial(2, 1, cost=20), trial(3, cost=15)]
-    setting = Setting(trials, tmp_path, workers=1)
+def test_the_most_useful_begins_first_and_none_that_is_no_longer_wanted(tmp_path, monkeypatch):
+    """As the results say at that moment."""
+
+    def trials_of(results):
+        return [trial(number) for number in ((3, 1) if len(results) else (2, 0, 1))]
+
+    setting = Setting(trials_of, tmp_path, workers=1)
     setting.run(monkeypatch)
-    assert setting.ran == [1, 2, 3, 0]
-
-
-def adaptive():
-    """A study whose trial 2 depends on trials 0 and 1; it may have no job, or an equal one."""
-
-    def choose(results):
-        first = results.get(Point, 0).valid_loss + results.get(Point, 1).valid_loss
-        return job(20, first + 0.5)
-
-    return [
-        trial(0),
-        trial(1),
-        Trial(("choice", 0), 7, choose, "", (("point", 0), ("point", 1))),
-        trial(3),
-        Trial(("choice", 1), 7, lambda results: None, "", (("choice", 0),)),
-        Trial(("choice", 2), 7, lambda results: job(20, 1.5), "", (("point", 0),)),
-        trial(6),
-    ]
-
-
-def test_adaptive_trials(tmp_path, monkeypatch):
-    setting = Setting(adaptive(), tmp_path / "a")
-    expected = [point(0), point(1), point(3), point(6), point(20, 1.5)]
-    assert setting.run(monkeypatch) == expected
-    assert setting.ran.count(20) == 1
-    assert setting.monitor.done == 61
-    serial = Setting(adaptive(), tmp_path / "b")
-    assert serial.run(monkeypatch, parallel=False) == expected
-    assert timeless(serial.folder) == timeless(setting.folder)
-    for pool in (True, False):
-        again = Setting(adaptive(), tmp_path / "a", known=expected)
-        assert again.run(monkeypatch, pool) == expected
-        assert again.ran == []
-        # What a run holds, and what it makes needless, tells no speed.
-        assert again.monitor.before == again.monitor.done == 61
-        assert finished("advise", again.trials, again.results) == {each.key for each in adaptive()}
+    assert setting.ran == [2, 3, 1]
 
 
 @pytest.mark.parametrize("way", ["parallel", "serial"])
 def test_what_finished_before_an_interruption_is_kept(tmp_path, monkeypatch, way):
-    first = Setting(graph(), tmp_path)
+    first = Setting(graph, tmp_path)
     first.monitor = Watcher(30, lambda: first.deadline.limit(-1e9))
     with pytest.raises(StudyInterrupted) as stopped:
         first.run(monkeypatch)
     assert stopped.value.reason == BUDGET
     done = set(first.ran)
-    assert [result.point for result in first.results] == sorted(done)
-    second = Setting(graph(), tmp_path, seed=1, known=first.results)
+    assert [result.arm for result in first.results] == sorted(done)
+    second = Setting(graph, tmp_path, seed=1, known=first.results)
     assert second.run(monkeypatch, way == "parallel") == ALL
     assert set(second.ran) == (set(range(8)) - done if way == "parallel" else set())
     assert (second.monitor.before, second.monitor.done) == (10 * len(done), 80)
@@ -200,12 +182,12 @@ def cancelled(setting, future):
 
 @pytest.mark.parametrize("fault", [broken, cancelled, failing(OSError("connection\nlost"))])
 def test_lost_workers_are_made_once_more(tmp_path, monkeypatch, fault):
-    setting = Setting(graph(), tmp_path / "once")
+    setting = Setting(graph, tmp_path / "once")
     setting.faults = {3: [fault]}
     assert setting.run(monkeypatch) == ALL
     assert (setting.made, len(setting.monitor.lines)) == (2, 1)
     assert setting.monitor.done == 80
-    setting = Setting(graph(), tmp_path / "twice")
+    setting = Setting(graph, tmp_path / "twice")
     setting.faults = {3: [fault], 5: [fault]}
     with refused("--workers") as found:
         setting.run(monkeypatch)
@@ -216,18 +198,18 @@ def test_lost_workers_are_made_once_more(tmp_path, monkeypatch, fault):
 
 
 def test_a_trial_that_fails_ends_the_study_and_keeps_the_rest(tmp_path, monkeypatch):
-    setting = Setting(graph(), tmp_path)
+    setting = Setting(graph, tmp_path)
     setting.faults = {4: [failing(Diverged("it broke"))]}
     with pytest.raises(Diverged, match=r"^trial 4: it broke$"):
         setting.run(monkeypatch)
-    kept = {result.point for result in setting.results}
+    kept = {result.arm for result in setting.results}
     assert kept == {*setting.ran} - {4}
     assert len(timeless(setting.folder)) == len(kept)
     assert setting.ended == 1
 
 
 def test_a_trial_that_was_told_to_stop_is_not_kept(tmp_path, monkeypatch):
-    setting = Setting(graph(), tmp_path)
+    setting = Setting(graph, tmp_path)
     setting.faults = {1: [failing(StudyInterrupted(BUDGET))]}
     assert setting.run(monkeypatch) == ALL
     assert setting.ran.count(1) == 2
@@ -236,7 +218,7 @@ def test_a_trial_that_was_told_to_stop_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypatch, workers):
     """What they end with is kept; what they fail with then is not said."""
-    setting, seen = Setting([trial(n) for n in range(6)], tmp_path, workers=workers), []
+    setting, seen = Setting(several(6), tmp_path, workers=workers), []
     wait = setting.wait
 
     def look(running, timeout=None, return_when=None):
@@ -255,7 +237,7 @@ def test_running_trials_see_the_stop_file_and_are_waited_for(tmp_path, monkeypat
 
 def test_a_cluster_that_grows_runs_more_at_a_time(tmp_path, monkeypatch):
     """Nodes of a cluster may join after the study has begun."""
-    setting = Setting([trial(n) for n in range(12)], tmp_path, workers=1)
+    setting = Setting(several(12), tmp_path, workers=1)
     setting.monitor = Watcher(10, lambda: setattr(setting, "workers", 4))
     assert len(setting.run(monkeypatch)) == 12
     assert setting.most == 4

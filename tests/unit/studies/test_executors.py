@@ -1,4 +1,4 @@
-"""Workers, threads and speed; how long trials take side by side; executors that run them."""
+"""Workers, threads and speed; trials side by side; executors that run them."""
 
 import sys
 
@@ -14,11 +14,10 @@ from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import makespan
 from steadygrad.tasks import TaskError
 from tests.refusals import refused
 from tests.unit.studies.framework import FILES, begin, go_on, left, make_trainer, part, timeless
-from tests.unit.studies.results import make_header, trial
+from tests.unit.studies.results import make_header
 from tests.unit.studies.tiny_task import make_task
 
 # Workers, threads and speed
@@ -106,8 +105,8 @@ def test_what_a_task_prints_in_a_worker_is_no_output(tmp_path, monkeypatch, caps
     """A thread's, or an executor's whose processes inherit standard output."""
     (tmp_path / "header.json").touch()
     monkeypatch.setattr(work, "_worker", lambda *arguments: None)
-    monkeypatch.setattr(work, "work_on", lambda job, place: print("noise"))
-    work.run_job(str(tmp_path), {}, "{}")
+    monkeypatch.setattr(work, "work_on", lambda trial, place: print("noise"))
+    work.run_trial(str(tmp_path), {}, "{}")
     assert capsys.readouterr() == ("", "noise\n")
 
 
@@ -116,26 +115,6 @@ def test_a_worker_stops_once_the_file_is_there(tmp_path):
     assert deadline.flags == [0.0, 0.0, 0.0]
     (tmp_path / "stop").touch()
     assert deadline.flags == [0.0, 0.0, 1.0]
-
-
-SIDE_BY_SIDE = {
-    # 0 begins 1 and 2; 3 needs both.
-    "a diamond": (
-        [trial(0, cost=2), trial(1, 0, cost=5), trial(2, 0, cost=3), trial(3, 1, 2, cost=4)],
-        {1: 14, 2: 11, 9: 11},
-    ),
-    # The longest first is 5 + 3 beside 4 + 3 + 3.
-    "independent": (
-        [trial(n, cost=cost) for n, cost in enumerate((3, 3, 4, 5, 3))],
-        {1: 18, 2: 10, 3: 7, 5: 5},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SIDE_BY_SIDE)
-def test_how_long_trials_take_side_by_side(case):
-    trials, expected = SIDE_BY_SIDE[case]
-    assert {workers: makespan(trials, workers) for workers in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from steadygrad.studies.advise.schema import Branch, Noise, Scratch
+from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.folder import (
     RunError,
     create,
@@ -18,14 +18,13 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import Result
+from steadygrad.studies.schema import Result, Training
 from tests.refusals import refused
-from tests.unit.studies.advise.events import point, scratch
 from tests.unit.studies.framework import contents
 from tests.unit.studies.results import (
-    make_branch,
     make_header,
     make_noise,
+    make_training,
     no_space,
     rewrite,
     rewrite_header,
@@ -38,7 +37,7 @@ def names(folder):
 
 
 def losses(folder):
-    return [branch.loss for branch in read_run(folder).select(Branch)]
+    return [run.loss for run in read_run(folder).select(Training)]
 
 
 # Creation
@@ -87,9 +86,8 @@ def test_a_folder_in_which_no_run_can_begin_is_left_empty(tmp_path, monkeypatch)
 
 def test_results_are_read_as_they_were_written_in_one_order(tmp_path):
     found = [
-        scratch(8, 0, rate=0.5), scratch(8, 0, rate=2.0, noise=math.inf), point(1, 512),
-        make_noise(value=math.nan, high=math.inf), make_branch(-math.inf, repeat=1), point(0, 128),
-        make_branch(2.0),
+        make_training(step=-0.5), make_training(math.inf, step=1.0), make_noise(math.nan),
+        make_training(-math.inf, seed=1), make_noise(math.inf, 128), make_training(2.0),
     ]  # fmt: skip
     run = write(tmp_path / "run", *found)
     again = write(tmp_path / "again", *found[::-1])
@@ -120,8 +118,8 @@ def test_different_keys_have_different_files_in_the_folder_and_equal_ones_the_sa
     assert all(path.isascii() and len(path) < 200 for path in found)
     assert all(path.endswith(".json") for path in found[1:])
     # A whole number may be given for a field that is read as a float.
-    run = write(tmp_path / "run", scratch(8, 0, rate=1))
-    assert (len(run.select(Scratch)), run.unreadable) == (1, ())
+    run = write(tmp_path / "run", make_training(step=1))
+    assert (len(run.select(Training)), run.unreadable) == (1, ())
 
 
 # Damage
@@ -148,7 +146,7 @@ def timed(seconds):
     return fields(time={"seconds": 1.0, "peak_bytes": seconds})
 
 
-GOOD = json.dumps(msgspec.to_builtins(make_branch(2.0))).encode()
+GOOD = json.dumps(msgspec.to_builtins(make_training(2.0))).encode()
 NEST = json.loads("[" * 600 + "]" * 600)
 
 
@@ -160,7 +158,7 @@ NEST = json.loads("[" * 600 + "]" * 600)
         fields(kind="weather"),
         pipe,
         huge,
-        fields(point=2),
+        fields(arm=2),
         fields(samples=10**400),
         fields(loss="text"),
         fields(colour=NEST),
@@ -172,42 +170,42 @@ NEST = json.loads("[" * 600 + "]" * 600)
     ],
 )
 def test_a_result_that_cannot_be_read_is_left_out_and_named(tmp_path, damage):
-    write(tmp_path / "run", make_branch(2.0), make_branch(3.0, repeat=1), make_noise())
-    path = tmp_path / "run" / "results" / "branch-0-0-4.json"
+    write(tmp_path / "run", make_training(2.0), make_training(3.0, seed=1), make_noise())
+    path = tmp_path / "run" / "results" / "training-0-256-0-0.json"
     damage(path)
     run = read_run(tmp_path / "run")
     assert run.unreadable == (path.name,)
-    assert [branch.loss for branch in run.select(Branch)] == [3.0]
+    assert [one.loss for one in run.select(Training)] == [3.0]
     assert len(run.select(Noise)) == 1
     # It is trained again.
-    write_result(tmp_path / "run", make_branch(2.0))
+    write_result(tmp_path / "run", make_training(2.0))
     assert losses(tmp_path / "run") == [2.0, 3.0]
 
 
 def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_left_alone(tmp_path):
     """As a later version of the same schema may add them."""
-    run = write(tmp_path / "run", make_branch(2.0))
+    run = write(tmp_path / "run", make_training(2.0))
     (run.folder / "results" / ".0123456789abcdef.part").write_bytes(GOOD[:9])
-    own = run.folder / "results" / "branch-0-0-4.json"
+    own = run.folder / "results" / "training-0-256-0-0.json"
     fields(colour="red")(own)
-    (run.folder / "results" / "branch-0-7-4.json").write_bytes(own.read_bytes())
-    write_result(run.folder, make_branch(2.0, point=7))  # beyond the plan
+    (run.folder / "results" / "training-0-256-0-7.json").write_bytes(own.read_bytes())
+    write_result(run.folder, make_training(2.0, arm=7))  # beyond the plan
     rewrite_header(run.folder, lambda fields: fields.update(colour="red"))
     assert losses(run.folder) == [2.0]
-    assert read_run(run.folder).unreadable == ("branch-0-7-4.json", "branch-7-0-4.json")
+    assert read_run(run.folder).unreadable == ("training-0-256-0-7.json", "training-7-256-0-0.json")
 
 
 def test_results_of_another_run_are_left_out_and_named(tmp_path):
     """It differs in when it began, or in its seed."""
-    write(tmp_path / "other", make_branch(1.0), make_branch(2.0, repeat=1))
+    write(tmp_path / "other", make_training(1.0), make_training(2.0, seed=1))
     create(tmp_path / "run", make_header(time={"created": "later"}))
-    write_result(tmp_path / "run", make_branch(3.0))
-    moved = tmp_path / "other" / "results" / "branch-0-1-4.json"
+    write_result(tmp_path / "run", make_training(3.0))
+    moved = tmp_path / "other" / "results" / "training-0-256-0-1.json"
     moved.rename(tmp_path / "run" / "results" / moved.name)
     assert losses(tmp_path / "run") == [3.0]
     assert read_run(tmp_path / "run").unreadable == (moved.name,)
     # A study whose folder was taken over meanwhile.
-    write_result(tmp_path / "run", make_branch(4.0, repeat=1), identity(tmp_path / "other"))
+    write_result(tmp_path / "run", make_training(4.0, seed=1), identity(tmp_path / "other"))
     assert losses(tmp_path / "run") == [3.0]
 
 
@@ -253,13 +251,13 @@ def ctrl_c(*_):
 
 @pytest.mark.parametrize("fault", [no_space, ctrl_c])
 def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch, fault):
-    run = write(tmp_path / "run", make_branch(2.0), summary={"study": "advise"})
+    run = write(tmp_path / "run", make_training(2.0), summary={"study": "advise"})
     write_page(run.folder, "old")
     before = names(run.folder)
     monkeypatch.setattr(os, "fsync", fault)
     for call in (
-        lambda: write_result(run.folder, make_branch(1.0)),
-        lambda: write_result(run.folder, make_branch(1.0, repeat=1)),
+        lambda: write_result(run.folder, make_training(1.0)),
+        lambda: write_result(run.folder, make_training(1.0, seed=1)),
         lambda: write_summary(run.folder, {}),
         lambda: write_page(run.folder, "new"),
     ):

@@ -97,7 +97,7 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, 
             with refused("--dask", "--resume", kind=StudyFailed):
                 resume(cut, given, monitor=Watcher(1500, process.kill))
     kept = lines(cut)
-    assert 1 <= len(kept) < 25
+    assert 1 <= len(kept) < len(lines(whole))
     assert {*kept} < {*lines(whole)}
     assert read_run(cut).summary["status"] == "failed"
     go_on(cut, workers=1)

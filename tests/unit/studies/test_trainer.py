@@ -15,19 +15,18 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LANS
-from steadygrad.studies.advise.schema import Point
-from steadygrad.studies.advise.trials import TRIALS, branch, noise
+from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.folder import RunError, create
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order, branch_order, main_order, seed_for
+from steadygrad.studies.order import Order, main_order, seed_for
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.work import Workplace, work_on, workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import PLAN, make_trainer, weights, worst
-from tests.unit.studies.results import RUNTIME, changed, make_header, no_space
+from tests.unit.studies.results import RUNTIME, changed, make_header, make_training, no_space, trial
 from tests.unit.studies.tiny_task import losses, make_task, without_dropout
 
 # Micro-batches
@@ -68,11 +67,13 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
     seen.clear()
     trainer.step(torch.arange(16))
     trainer.evaluate()
-    # 16 of training; 64 of validation; and twice 126 of 128, the most whole micro-batches.
+    # 16 of training and 64 of validation.
     assert seen == [6, 6, 4] + [6] * 10 + [4]
+    seen.clear()
     place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
-    assert noise(PLAN, place, 0).samples == 252
-    assert seen[-43:] == [4] + [6] * 42
+    (*_, last) = noise(changed(PLAN, arms=(16,)), place, 64).points
+    # A noise scale takes parts of one size.
+    assert (last.samples, seen) == (64, [4] * 16)
 
 
 def test_out_of_memory_halves_the_micro_batch():
@@ -91,22 +92,22 @@ def test_out_of_memory_halves_the_micro_batch():
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
-def test_memory_that_runs_out_in_a_job_changes_this_job_only(tmp_path, monkeypatch):
-    """The next job starts with the run's micro-batch again: its numbers are the same anywhere."""
+def test_memory_that_runs_out_in_a_trial_changes_this_trial_only(tmp_path, monkeypatch):
+    """The next one starts with the run's micro-batch again: its numbers are the same anywhere."""
     sizes = []
 
-    def hungry(plan, place, samples):
+    def hungry(plan, place, arm, samples, step, seed):
         sizes.append(place.trainer.micro_batch_size)
         place.trainer.backward(torch.arange(samples))
-        return Point(point=0, samples=4, steps=1, valid_loss=1.0)
+        return make_training()
 
-    monkeypatch.setitem(TRIALS, "point", hungry)
+    monkeypatch.setitem(TRIALS, "training", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
     header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
     create(tmp_path / "run", header)
     place = workplace(header, {}, tmp_path / "run", trainer)
     for samples in (60, 8):
-        work_on({"kind": "point", "samples": samples}, place)
+        work_on(trial(0, samples), place)
     assert sizes == [64, 32, 16, 64]
 
 
@@ -167,23 +168,12 @@ def test_seeds_are_the_same_everywhere_and_differ_by_name():
 
 @pytest.mark.parametrize("size", [3, 40])
 def test_every_epoch_holds_every_sample_once_at_any_batch_size(size):
-    head = torch.tensor([4, 2, 9])
-    order = Order(10, 0, "x", head)
+    order = Order(10, 0, "x")
     parts = [order.take(start, min(size, 40 - start)) for start in range(0, 40, size)]
     epochs = [order.epoch(number) for number in range(4)]
-    assert torch.equal(torch.cat(parts), torch.cat([head, *epochs])[:40])
+    assert torch.equal(torch.cat(parts), torch.cat(epochs))
     assert sorted(epochs[0].tolist()) == sorted(epochs[1].tolist()) == list(range(10))
     assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_a_branch_starts_with_what_the_trajectory_has_not_seen():
-    seen = main_order(100, 5).take(0, 130)[100:]  # 30 into the second epoch
-    takes = [branch_order(100, 5, seen=130, stream=name) for name in "aab"]
-    heads = [branch.take(0, 70).tolist() for branch in takes]
-    assert {*heads[0]} == {*range(100)} - {*seen.tolist()}
-    assert sorted(takes[0].take(70, 100).tolist()) == list(range(100))
-    # Each has an order of its own.
-    assert heads[0] == heads[1] != heads[2]
 
 
 # Evaluation and generators
@@ -272,17 +262,9 @@ def test_a_step_takes_the_rate_in_the_middle_of_its_batch(size):
     rates = [group["lr"] for _ in trainer.run(order, 0, 64, size)]
     assert rates[0] == pytest.approx(0.001 * size / 2 / 64)
     assert math.fsum(rates) / len(rates) == pytest.approx(0.0005)
-    # A branch goes on with the schedule.
-    next(trainer.run(order, 0, 8, 4, seen=32))
+    # What is trained in parts goes on with the schedule.
+    next(trainer.run(order, 32, 40, 4))
     assert group["lr"] == pytest.approx(0.001 * 34 / 64)
-
-
-def test_a_branch_of_advise_goes_on_with_the_warm_up(tmp_path):
-    trainer = make_trainer(make_task(warmup_samples=320, lr_rule="constant"))
-    place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
-    branch(PLAN, place, 0, 0, 4)
-    # Of 64 samples before it and 96 of its own; the middle of the last four counts.
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 158 / 320)
 
 
 # Half-lives
