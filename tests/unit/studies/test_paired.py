@@ -5,26 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from steadygrad.studies.paired import (
-    EFFECT_VARIANCE,
-    MOST,
-    NOTHING,
-    Prior,
-    compare,
-    half_width,
-    interval,
-    intervals,
-    looked,
-    next_look,
-    pairs_needed,
-)
-
-NAN = math.nan
+from steadygrad.studies import paired
+from steadygrad.studies.paired import MOST, NOTHING, Prior, compare, interval, intervals, next_look
 
 
 def weight(differences, mean, prior):
     """The logarithm of the mixture at one mean, as the paper has it: literally."""
-    n, g, apart = len(differences), EFFECT_VARIANCE, np.asarray(differences) - mean
+    n, g, apart = len(differences), paired.EFFECT_VARIANCE, np.asarray(differences) - mean
     squares = (apart**2).sum() + prior.freedom * prior.variance
     share = g * apart.sum() ** 2 / ((1 + g * n) * squares)
     return -math.log(1 + g * n) / 2 - (n + prior.freedom) / 2 * math.log1p(-share)
@@ -49,9 +36,9 @@ def test_the_interval_has_the_means_that_the_definition_does_not_refuse(alpha, f
         mean, low, high = interval(row[:n], alpha, prior)
         assert mean - low == pytest.approx(high - mean)
         assert high == pytest.approx(upper_end(row[:n], alpha, prior), rel=1e-9)
-    # Without another variance that many pairs are too few, and equal ones that many tell.
+    # Without another variance fewer are too few.
     assert prior.freedom or math.isinf(interval(row[: first - 1], alpha)[2])
-    assert pairs_needed(1.0, 0.0, alpha) == first
+    assert paired.pairs_needed(1.0, 0.0, alpha) == first
 
 
 def test_intervals_are_those_of_each_number_of_pairs_wherever_the_differences_lie():
@@ -74,7 +61,7 @@ def test_looks():
     while look := next_look(looks[-1]):
         looks.append(look)
     assert looks == [3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 41, 51, 63, MOST]
-    assert [looked(n) for n in (0, 2, 3, 9, 10, 63, 1000)] == [0, 0, 3, 8, 10, 63, 64]
+    assert [paired.looked(n) for n in (0, 2, 3, 9, 10, 63, 1000)] == [0, 0, 3, 8, 10, 63, 64]
     assert [next_look(n, 12) for n in (0, 8, 10, 11, 12)] == [3, 10, 12, 12, 0]
 
 
@@ -101,21 +88,23 @@ def test_a_failed_run_is_counted_and_stops_the_comparison_of_the_metric():
     assert np.isinf(course.half).tolist() == [True] * 3 + [False] * 9
     # Equal but for the rounding of what is subtracted.
     assert compare(0.1 * a, 0.1 * a + 0.3, 0.05).half[-1] == 0
-    a[1] = NAN
+    a[1] = np.nan
     course = compare(a, b, 0.05)
     assert course.failed.tolist() == [False] + [True] * 11
     # A failed alone, in one of twelve.
     assert course.mean[[0, -1]] == pytest.approx([5, -1 / 12])
     assert course.half[-1] > 1 / 12
-    assert compare(np.arange(12.0), NAN * b, 0.05).mean.tolist() == [1] * 12
+    assert compare(np.arange(12.0), np.nan * b, 0.05).mean.tolist() == [1] * 12
 
 
 def test_pairs_needed_are_those_at_which_the_interval_tells():
-    n = pairs_needed(-0.3, 2.0, 0.05)
-    found = half_width(np.array([n - 1.0, n]), 2.0, 0.05)
+    n = paired.pairs_needed(-0.3, 2.0, 0.05)
+    found = paired.half_width(np.array([n - 1.0, n]), 2.0, 0.05)
     assert found[0] >= 0.3 > found[1]
     # Or lies within the smallest difference that matters.
-    assert pairs_needed(0.0, 2.0, 0.05, 0.3) == n
+    assert paired.pairs_needed(0.0, 2.0, 0.05, 0.3) == n
     # A variance from elsewhere spares pairs where there are few.
-    assert pairs_needed(3.0, 1.0, 0.05, prior=Prior(1.0, 4.0)) < pairs_needed(3.0, 1.0, 0.05)
-    assert pairs_needed(0.0, 1.0, 0.05) is None
+    assert paired.pairs_needed(3.0, 1.0, 0.05, prior=Prior(1.0, 4.0)) < paired.pairs_needed(
+        3.0, 1.0, 0.05
+    )
+    assert paired.pairs_needed(0.0, 1.0, 0.05) is None

@@ -69,6 +69,7 @@ class Changes(Evidence):
         """Why no verdict on a B would be one after so many pairs, and the arms in question."""
         a, b = self.metrics(0, arm)[:, :pairs]
         both = {0: (a, b), arm: (b, a)}
+        is_one = pairs > 2 and self.judged(arm)[1].repeated[pairs - 1]
         shared = [
             sorted((one, other))
             for one in both
@@ -78,7 +79,7 @@ class Changes(Evidence):
         ]
         doubts: dict[Doubt, list[int]] = {
             "state": [one for one, (own, _) in both.items() if self._has_state(one, own)],
-            "seed": [one for one in both if pairs > 2 and is_one_run(*both[one])[-1]],
+            "seed": [one for one in both if is_one and is_one_run(*both[one])[-1]],
             "shared": shared[0] if shared else [],
         }
         kind = next((kind for kind, found in doubts.items() if found), None)
@@ -87,10 +88,9 @@ class Changes(Evidence):
     def _has_state(self, arm: int, own: Floats) -> bool:
         """Whether a function, called with the first pair's seed once more, gave another metric."""
         again = [run.again for run in self.runs(arm).values() if run.again is not None]
-        if math.isnan(own[0]):
-            return False
         # Rounding, as of a GPU, is less than this part of the spread over seeds.
-        return not all(abs(metric - own[0]) <= np.nanstd(own) / 10 for metric in again)
+        far = [metric for metric in again if not abs(metric - own[0]) <= np.nanstd(own) / 10]
+        return bool(far) and not math.isnan(own[0])
 
     def comparison(self, arm: int) -> Comparison:
         """The comparison of a B with A at the first verdict, or now."""

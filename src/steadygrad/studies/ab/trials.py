@@ -158,37 +158,28 @@ def training(
         own = task.arms[arm]
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
     number = seed + 1000 * arm * (plan.arms[arm] == plan.arms[0])
-    loss, failure, again = math.inf, "", None
-    took: Mapping[str, float] = {}
     # The kind of error that is the arm's own.
     fault = Diverged if isinstance(own, Task) else RunFailed if isinstance(own, str) else InputError
+    loss, again, took, began = math.inf, None, dict[str, float](), time.monotonic()
     try:
-        if isinstance(own, Task):
-            loss = _trained(place, own, arm, number)
-        elif isinstance(own, str):
-            loss, took = _said(place, own, number)
-        else:
-            began = time.monotonic()
-            loss = _called(place, own, number)
-            took = {"seconds": round(time.monotonic() - began, 3)}
+        loss, peak = _metric(place, own, arm, number)
+        took = {"seconds": round(time.monotonic() - began, 3), **peak}
+        failure = "" if abs(loss) < LARGEST else f"the metric is {loss}"
+        if callable(own) and seed in AGAIN and not failure:
             with suppress(InputError):  # of the first pair's run
-                again = _called(place, own, number - seed) if seed in AGAIN else None
-        if not abs(loss) < LARGEST:
-            failure = f"the metric is {loss}"
+                again = _metric(place, own, arm, number - seed)[0]
     except fault as error:
         failure = str(error).partition(" Remedy:")[0]
     if not samples:
         place.advance(1, "")
-    if failure:
-        loss, again = math.inf, None
-    loss = loss if abs(loss) >= 1e-100 else 0.0  # its square would be zero
     return Training(
         arm=arm,
         samples=samples,
         step=step,
         seed=seed,
         lr=0.0,
-        loss=loss,
+        # The square of less would be zero.
+        loss=math.inf if failure else loss if abs(loss) >= 1e-100 else 0.0,
         failure=failure,
         again=again,
         time=took,
@@ -198,8 +189,22 @@ def training(
 TRIALS = {"training": training}
 
 
-def _trained(place: Workplace, task: Task, arm: int, number: int) -> float:
-    """The validation loss of a task; its trainer is made when it is first needed."""
+def _metric(place: Workplace, own: Arm, arm: int, number: int) -> tuple[float, dict[str, int]]:
+    """The metric of an arm with a seed, and of a command the peak of its memory."""
+    settings, context = place.header.settings, place.trainer.context
+    if isinstance(own, Task):
+        return _validation_loss(place, own, arm, number), {}
+    seed = settings.seed + number
+    if isinstance(own, str):
+        command, folder = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
+        return run_command(command, folder, settings, context.poll)
+    with guarded("The function"):
+        place.trainer.seed_everything("run", number)
+        return float(own(seed)), {}
+
+
+def _validation_loss(place: Workplace, task: Task, arm: int, number: int) -> float:
+    """That of a task at the end; its trainer is made when it is first needed."""
     trainers = {"0": place.trainer, **place.tools}
     if str(arm) not in trainers:
         trainer = make_trainer("ab", task, place.header.settings, place.trainer.context)
@@ -209,18 +214,3 @@ def _trained(place: Workplace, task: Task, arm: int, number: int) -> float:
     samples = max(1, place.header.plan.samples // size) * size  # whole steps
     own, rate = replace(place, trainer=trainers[str(arm)]), Rate(total=samples)
     return train(own, size, samples, number, rate, must_hold=True)[-1][1]
-
-
-def _said(place: Workplace, command: str, number: int) -> tuple[float, Mapping[str, float]]:
-    """The metric that a command prints, and the peak of its memory."""
-    settings = place.header.settings
-    command = command.replace("{seed}", str(settings.seed + number))
-    folder = str(place.header.time.get("folder"))
-    return run_command(command, folder, settings, place.trainer.context.poll)
-
-
-def _called(place: Workplace, function: Callable[[int], float], number: int) -> float:
-    """What a function returns."""
-    with guarded("The function"):
-        place.trainer.seed_everything("run", number)
-        return float(function(place.header.settings.seed + number))

@@ -1,12 +1,9 @@
 """Verdicts on pairs, and doubts about them."""
 
 import numpy as np
-import pytest
 
 from steadygrad.studies.ab.doubts import judge
 from steadygrad.studies.paired import compare
-
-NAN = float("nan")
 
 
 def judged(a, b, smallest=0.0):
@@ -37,23 +34,17 @@ def test_equal_differences_tell_after_four_pairs_and_zeros_late():
 
 
 def test_a_comparison_of_failed_runs_is_decided_but_never_negligible():
-    a, failed = np.arange(12.0), np.full(12, NAN)
+    a, failed = np.arange(12.0), np.full(12, np.nan)
     assert judged(a, failed).decided.argmax() == 3
-    assert not judged(np.where(a == 1, NAN, a), a + 5).decided[1:].any()
+    assert not judged(np.where(a == 1, np.nan, a), a + 5).decided[1:].any()
     assert not judged(failed, failed, smallest=1.0).decided.any()
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy", "two"])
-def test_at_most_one_of_twenty_studies_of_nothing_says_something(kind):
-    """The table of ``benchmarks/ab_truth.py`` has 10,000 studies a row."""
-    g, shape = np.random.default_rng(0), (2000, 100)
-    draw = {
-        "normal": lambda: g.normal(size=shape),
-        "heavy": lambda: g.standard_t(3, shape),
-        "two": lambda: 1.0 * (g.random(shape) < 0.5),
-    }[kind]
-    # 2.8 % of normal ones, with a standard error of 0.4 %: neither wrong nor idle.
-    assert 0.01 < judged(draw(), draw()).decided.any(-1).mean() < 0.04
+def test_at_most_one_of_twenty_studies_of_nothing_says_something():
+    """The table of ``benchmarks/ab_truth.py`` has other distributions."""
+    a, b = np.random.default_rng(0).integers(2, size=(2, 2000, 100)).astype(float)
+    # 2.1 % with a standard error of 0.3 %: neither wrong nor idle.
+    assert 0.01 < judged(a, b).decided.any(-1).mean() < 0.035
 
 
 def test_a_seed_that_does_not_reach_b_decides_nothing():

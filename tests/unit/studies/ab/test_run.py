@@ -199,11 +199,6 @@ def test_runs_that_are_not_of_their_seed_alone_have_no_verdict(arms, doubts, pai
     assert found.exit_code == 4
 
 
-def test_a_failed_first_run_is_no_state(tmp_path):
-    (row,) = study(tmp_path / "run", a, failing(0), pairs=6).summary.findings
-    assert (row.verdict, row.failed, row.doubt) == ("cannot tell", (0, 1), None)
-
-
 def test_chance_on_a_gpu_is_no_state(tmp_path):
     """The second call differs by a hundredth of what seeds do."""
     chance = np.random.default_rng(0)
@@ -268,14 +263,15 @@ def test_a_function_that_does_not_seed_itself_has_the_pairs_seed(tmp_path):
 
 
 def test_failed_runs_are_counted_shown_and_compared(tmp_path):
-    found = study(tmp_path / "run", failing(2), failing(1, 2), pairs=8).summary
+    found = study(tmp_path / "run", failing(2), failing(0, 2), pairs=8).summary
     (row,) = found.findings
-    assert (row.verdict, row.failed, row.pairs) == ("cannot tell", (1, 2), 8)
+    assert (row.verdict, row.failed, row.pairs, row.doubt) == ("cannot tell", (1, 2), 8, None)
     assert row.mean == pytest.approx(1 / 8)
     assert [(arm.runs, arm.failed) for arm in found.arms] == [(8, 1), (8, 2)]
     assert "RuntimeError: broke" in found.remarks[1]
     for goal in ("min", "max"):
-        always = study(tmp_path / goal, a, failing(*range(6)), goal=goal).summary
+        rounded = lambda seed: round(a(seed))  # two values at most
+        always = study(tmp_path / goal, rounded, failing(*range(6)), goal=goal).summary
         (row,) = always.findings
         assert (row.verdict, row.failed, row.pairs, row.mean) == ("worse", (0, 4), 4, 1.0)
         assert always.exit_code == 3
