@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.side_by_side import hardware, save
 
 from steadygrad.studies import paired
-from steadygrad.studies.ab.doubts import Verdicts, judge
-from steadygrad.studies.paired import NOTHING, Prior, compare, interval, next_look
+from steadygrad.studies.ab.doubts import judge
+from steadygrad.studies.paired import NOTHING, Prior, interval, next_look
 
 PAIRS, ALPHA, CHUNK = 100, 0.05, 1000
 # Variances of the effects.
@@ -71,15 +71,10 @@ def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, F
     return tuple(math.sqrt(0.8) * common + math.sqrt(0.2) * own for own in (a, b))  # type: ignore
 
 
-def verdicts(a: Floats, b: Floats, alpha: float = ALPHA, smallest: float = 0.0) -> Verdicts:
-    """Those of ``ab``."""
-    return judge(a, b, compare(a, b, alpha), alpha, smallest)
-
-
 def mixture(g: float, a: Floats, b: Floats) -> Floats:
     """Verdicts of better or worse; a study ends at its first one."""
     with patch.object(paired, "EFFECT_VARIANCE", g):
-        found = verdicts(a, b)
+        found = judge(a, b, ALPHA)
     return found.decided & ~np.logical_or.accumulate(found.negligible, -1)
 
 
@@ -145,7 +140,7 @@ def more_wrong(studies: int) -> list[str]:
     """Several Bs, differences that are skewed themselves, and an effect that is called small."""
     count = {"three Bs that are A": 0, "no true mean, differences exponential": 0}
     for (three,) in drawn(studies, lambda g: (g.normal(size=(4, *SHAPE)),)):
-        found = [verdicts(three[0], b, ALPHA / 3).decided.any(-1) for b in three[1:]]
+        found = [judge(three[0], b, ALPHA / 3).decided.any(-1) for b in three[1:]]
         count["three Bs that are A"] += np.any(found, 0).sum()
     for a, apart in drawn(studies, lambda g: (g.normal(size=SHAPE), g.exponential(size=SHAPE) - 1)):
         own = mixture(paired.EFFECT_VARIANCE, a, a + apart)
@@ -154,7 +149,7 @@ def more_wrong(studies: int) -> list[str]:
         key = f"{name}, B truly higher by {size:g}: no difference of {size:g}"
         count[key] = 0
         for a, b in drawn(studies, lambda g, n=name, o=own: (NOISE[n](g, SHAPE), o(g))):
-            found = verdicts(a, b, smallest=size * (1 - 1e-9))
+            found = judge(a, b, ALPHA, smallest=size * (1 - 1e-9))
             count[key] += found.negligible[np.arange(CHUNK), found.decided.argmax(-1)].sum()
     return [line([name, f"{100 * hits / studies:.1f} %"]) for name, hits in count.items()]
 

@@ -4,35 +4,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from steadygrad.studies.paired import Course, Floats
+from steadygrad.studies.paired import Course, Floats, compare
 
 
 class Verdicts(NamedTuple):
-    """Verdicts after each pair: arrays of the shape ``(*, pairs)``.
+    """Verdicts on a comparison after each pair: arrays of the shape ``(*, pairs)``.
 
     One is ``decided`` where the interval excludes zero, or the difference is ``negligible``: the
-    interval lies within the smallest effect. None is where A or B is one run, ``repeated``.
+    interval lies within the smallest effect. None is where A or B is one run, ``repeated``, which
+    tells of each of the two.
     """
 
+    course: Course
     negligible: Any
     decided: Any
     repeated: Any
 
 
-def judge(a: Floats, b: Floats, course: Course, alpha: float, smallest: float = 0.0) -> Verdicts:
-    """Verdicts on the metrics of A and B, NaN of a failed run, and on their comparison.
+def judge(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Verdicts:
+    """Compares the metrics of A and B, NaN of a failed run.
 
     Equal differences say something of a metric that takes no value twice, but nothing of one whose
     seed is not used, and little of an accuracy on some samples. Equal metrics tell once a change in
     a tenth of the seeds would have shown with the probability 1 - ``alpha``, after 29 pairs.
     """
+    course, n = compare(a, b, alpha), np.arange(1, 1 + a.shape[-1])
     mean, half, failed = course
-    n = np.arange(1, 1 + a.shape[-1])
     varies, rare = values_of(a) == n, 0.9**n <= alpha
-    repeated = ~failed & (is_one_run(a, b) | is_one_run(b, a))
-    telling = failed | (~repeated & ((half > 0) | (varies & (rare | (mean != 0)))))
+    repeated = ~failed & np.stack([is_one_run(a, b), is_one_run(b, a)])
+    telling = failed | (~repeated.any(0) & ((half > 0) | (varies & (rare | (mean != 0)))))
     negligible = telling & ~failed & (np.abs(mean) + half <= smallest)
-    return Verdicts(negligible, negligible | (telling & (np.abs(mean) > half)), repeated)
+    decided = negligible | (telling & (np.abs(mean) > half))
+    return Verdicts(course, negligible, decided, repeated)
 
 
 def values_of(metrics: Floats) -> Any:

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from scipy import special
 
 from steadygrad.studies.ab import words
-from steadygrad.studies.ab.doubts import Verdicts, are_one_run, is_one_run, judge
+from steadygrad.studies.ab.doubts import Verdicts, are_one_run, judge
 from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Doubt, Header, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import Course, Evidence, Floats, compare, pairs_needed
+from steadygrad.studies.paired import Evidence, Floats, pairs_needed
 from steadygrad.studies.schema import Training
 
 
@@ -54,22 +54,19 @@ class Changes(Evidence):
         known = [[runs[n] for n in range(pairs)] for runs in found]
         return np.array([[math.nan if x.failure else x.loss for x in row] for row in known], float)
 
-    def judged(self, arm: int) -> tuple[Course, Verdicts]:
+    def judged(self, arm: int) -> Verdicts:
         """A B against A, after each pair; A against itself is never decided.
 
         A comparison ends without a verdict, too, after as many runs that are one, repeated.
         """
         a, b = self.metrics(0, arm)
-        course = compare(a, b, self.alpha)
-        found = judge(a, b, course, self.alpha, self.settings.smallest_effect)
-        ended = found.decided | (found.repeated & (np.arange(len(a)) >= ITSELF - 1))
-        return course, found._replace(decided=ended & (not self.is_itself))
+        found = judge(a, b, self.alpha, self.settings.smallest_effect)
+        ended = found.decided | (found.repeated.any(0) & (np.arange(len(a)) >= ITSELF - 1))
+        return found._replace(decided=ended & (not self.is_itself))
 
     def doubt(self, arm: int, pairs: int) -> tuple[Doubt | None, tuple[str, ...]]:
         """Why no verdict on a B would be one after so many pairs, and the arms in question."""
-        a, b = self.metrics(0, arm)[:, :pairs]
-        both = {0: (a, b), arm: (b, a)}
-        is_one = pairs > 2 and self.judged(arm)[1].repeated[pairs - 1]
+        both, is_one = (0, arm), self.judged(arm).repeated[:, pairs - 1] & (pairs > 2)
         shared = [
             sorted((one, other))
             for one in both
@@ -78,15 +75,16 @@ class Changes(Evidence):
             if are_one_run(*self.metrics(one, other)[:, :pairs])
         ]
         doubts: dict[Doubt, list[int]] = {
-            "state": [one for one, (own, _) in both.items() if self._has_state(one, own)],
-            "seed": [one for one in both if is_one and is_one_run(*both[one])[-1]],
+            "state": [one for one in both if self._has_state(one, pairs)],
+            "seed": [one for one, is_so in zip(both, is_one, strict=True) if is_so],
             "shared": shared[0] if shared else [],
         }
         kind = next((kind for kind, found in doubts.items() if found), None)
         return kind, tuple(self.names[one] for one in doubts[kind]) if kind else ()
 
-    def _has_state(self, arm: int, own: Floats) -> bool:
+    def _has_state(self, arm: int, pairs: int) -> bool:
         """Whether a function, called with the first pair's seed once more, gave another metric."""
+        own = self.metrics(arm)[0, :pairs]
         again = [run.again for run in self.runs(arm).values() if run.again is not None]
         # Rounding, as of a GPU, is less than this part of the spread over seeds.
         far = [metric for metric in again if not abs(metric - own[0]) <= np.nanstd(own) / 10]
@@ -94,13 +92,13 @@ class Changes(Evidence):
 
     def comparison(self, arm: int) -> Comparison:
         """The comparison of a B with A at the first verdict, or now."""
-        course, told = self.judged(arm)
+        told = self.judged(arm)
         pairs = 1 + int(told.decided.argmax()) if told.decided.any() else len(told.decided)
         found = Comparison(name=self.names[arm], verdict="cannot tell", pairs=pairs)
         if not pairs:
             return found
         a, b = self.metrics(0, arm)[:, :pairs]
-        mean, half, failed = (part[pairs - 1].item() for part in course)
+        mean, half, failed = (part[pairs - 1].item() for part in told.course)
         failures = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found = replace(found, mean=mean, low=mean - half, high=mean + half, failed=failures)
         doubt, arms = self.doubt(arm, pairs)
@@ -108,11 +106,11 @@ class Changes(Evidence):
             return replace(found, doubt=doubt, arms=arms)
         if self.is_itself or not failed:
             found = self._with_spread(found, a, b)
-        if told.decided.any():
+        if told.negligible[pairs - 1]:
+            return replace(found, verdict="no difference")
+        if told.decided[pairs - 1]:
             is_better = (mean < 0) == (self.settings.goal == "min" or failed)
-            verdict = "better" if is_better else "worse"
-            is_small = told.negligible[pairs - 1]
-            return replace(found, verdict="no difference" if is_small else verdict)
+            return replace(found, verdict="better" if is_better else "worse")
         if self.is_itself or failed or pairs == 1 or half == 0:
             return found
         return self._with_forecast(found, float((b - a).var(ddof=1)))
@@ -125,20 +123,19 @@ class Changes(Evidence):
         apart, own = (b - a)[known], 2 * a[known].std(ddof=1)
         lower, higher = int((apart < -own).sum()), int((apart > own).sum())
         better = (lower, higher) if self.settings.goal == "min" else (higher, lower)
-        if not self.is_itself:
-            return replace(found, two_sigma=better)
-        noise = float(-special.stdtrit(len(apart) - 1, 0.025) * apart.std(ddof=1))
-        told = replace(found, verdict="no difference", two_sigma=better)
-        return replace(told, noise=noise, pairs=len(apart))
+        found = replace(found, two_sigma=better)
+        if self.is_itself:
+            noise = float(-special.stdtrit(len(apart) - 1, 0.025) * apart.std(ddof=1))
+            found = replace(found, verdict="no difference", noise=noise, pairs=len(apart))
+        return found
 
     def _with_forecast(self, found: Comparison, variance: float) -> Comparison:
         """The same with the pairs and the hours that should be enough."""
-        smallest = self.settings.smallest_effect
-        enough = pairs_needed(found.mean, variance, self.alpha, smallest)
+        enough = pairs_needed(found.mean, variance, self.alpha, self.settings.smallest_effect)
         if enough is None:
             return found
         others = range(1, len(self.names))
-        arms = [0, *(arm for arm in others if not self.judged(arm)[1].decided.any())]
+        arms = [0, *(arm for arm in others if not self.judged(arm).decided.any())]
         workers = min(self.header.runtime.workers, self.ahead * len(arms))
         seconds, needed = sum(self.arm(arm).seconds or 0.0 for arm in arms), enough - found.pairs
         return replace(found, needed=needed, hours=needed * seconds / workers / 3600)

@@ -26,7 +26,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
 
 
 def _paint(changes: Changes, arm: int, figure: Figure, narrow: bool) -> None:
-    (a, b), (course, _), axes = changes.metrics(0, arm), changes.judged(arm), figure.subplots()
+    (a, b), course, axes = changes.metrics(0, arm), changes.judged(arm).course, figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
     style: Any = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
     axes.errorbar(n[known], course.mean[known], course.half[known], **style)

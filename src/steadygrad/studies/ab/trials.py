@@ -131,7 +131,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
             f"Expected a metric in the first pair. Found that all its runs failed: {why[0]}. "
             "Remedy: mend that and begin anew, or first delete results/training-*."
         )
-    decided = [changes.judged(arm)[1].decided for arm in arms]
+    decided = [changes.judged(arm).decided for arm in arms]
     cost = cost_of(plan.samples, header.task.valid_size)
     # Before it, there is no verdict even if all differences are equal.
     earliest = pairs_needed(1.0, 0.0, changes.alpha) or changes.pairs

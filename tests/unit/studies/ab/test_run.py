@@ -33,11 +33,8 @@ def study(folder, *arms, **settings):
 
 def values(found):
     """The metrics of each arm, pair by pair."""
-    runs = {(run.arm, run.seed): run.loss for run in read_run(found.folder).select(Training)}
-    arms, pairs = (1 + max(place) for place in zip(*runs, strict=True))
-    return [
-        [runs[arm, pair] for pair in range(pairs) if (arm, pair) in runs] for arm in range(arms)
-    ]
+    runs = read_run(found.folder).select(Training)
+    return [[run.loss for run in runs if run.arm == arm] for arm in range(1 + runs[-1].arm)]
 
 
 def failing(*seeds):
