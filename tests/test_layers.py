@@ -61,7 +61,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 900,
+    "cli": 895,
     "integrations": 949,
     "studies": 3670,
     "studies/advise": 2285,
