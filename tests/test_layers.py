@@ -67,7 +67,7 @@ CEILINGS = {
     "studies/advise": 2285,
     "studies/compare": 1963,
     "studies/inspect": 1288,
-    "studies/ab": 1054,
+    "studies/ab": 1025,
     "tasks": 1705,
     "noise": 2551,
     "balance": 1206,
