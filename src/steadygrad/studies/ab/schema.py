@@ -65,23 +65,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     largest_batch: Positive
 
 
-class Header(shared.Header, frozen=True, kw_only=True):
-    """Header of ``ab``."""
-
-    settings: Settings
-    plan: Plan
+Header = shared.HeaderOf[Settings, Plan]
 
 
 RESULTS = Training
-
-
-def check(header: Header, result: Training | None) -> tuple[str, str] | None:
-    """Refuses a training that the plan does not have: expected, found."""
-    if result is None or (
-        result.arm < len(header.plan.arms) and (result.failure or abs(result.loss) < LARGEST)
-    ):
-        return None
-    return "a training that the plan has", f"arm = {result.arm}, metric {result.loss}"
 
 
 Doubt = Literal["seed", "shared", "state"]
