@@ -134,5 +134,5 @@ left.legend(frameon=False)
 #   for it.
 # - Well below: more samples change the gradient little. Adam may gain by them all the same.
 # - It is of this model at this moment, and assumes that steps are as good as they can be. Before a
-#   long run ask ``steadygrad advise``, which trains at growing batch sizes and compares where
+#   long run ask ``steadygrad advise``, which trains at larger batch sizes and compares where
 #   they end.

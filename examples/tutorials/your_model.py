@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steadygrad
-from steadygrad.studies.advise.schema import Branch, Scratch
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import Training
 from steadygrad.tasks import Task
 
 
@@ -102,51 +102,16 @@ print(f"batch size {best.batch_size}, learning rate {best.lr:.3g}, over {best.sa
 # --------------
 #
 # - The first sentence is the answer for a whole run of so many images. It rests on runs from the
-#   initial weights with several seeds. "Needs 10% more images" is the price of the larger batch:
-#   that much more data for the same loss. Up to 20 % is tolerated, which ``--tolerance`` changes.
+#   initial weights, each beside one of your own batch size with the same seed. "Needs 10% more
+#   images" is the price of the larger batch: that much more data for the same loss. Up to 20 % is
+#   tolerated, which ``--tolerance`` changes.
 # - *The learning rate ... is too low, so tune it first*: the smallest batch was trained at half
 #   and at twice the rate. If it is too low, larger batches look better than they are, for they come
 #   with larger rates.
-# - *A run that has seen ... images*: the advice for continuing from there. It rests on branches.
-# - *A growing batch ...*, where there is such a line: a schedule that was trained as well.
 #
-# The branches
-# ------------
-#
-# At each point of training the study stops, and trains on from there at several batch sizes over
-# the same images. A dot is the loss on unseen images at the end of one branch; repeats have other
-# orders of the data. A batch size right of the dashed line needs more than the tolerated images.
-
-plan = run.header.plan
-points = [point for point in result.summary.points if point.critical]
-figure, axes = plt.subplots(
-    1, len(points), figsize=(4 * len(points), 3.2), layout="constrained", squeeze=False
-)
-for number, (axis, point) in enumerate(zip(axes[0], points, strict=True)):
-    ends = {}
-    for branch in run.select(Branch):
-        if branch.point == number:
-            ends.setdefault(branch.batch_size, []).append(branch.loss)
-    sizes = sorted(ends)
-    axis.plot(sizes, [sum(ends[size]) / len(ends[size]) for size in sizes])
-    for size in sizes:
-        axis.plot([size] * len(ends[size]), ends[size], "o", color="C0", alpha=0.5)
-    if point.resolved:
-        axis.axvline(point.critical.value, color="0.4", linestyle="--", label="tolerated")
-        axis.legend(frameon=False)
-    axis.set(xscale="log", xlabel="batch size", ylabel="loss, unseen images")
-    axis.set_title(f"from {point.samples:,} images on")
-    axis.set_xticks(sizes, map(str, sizes))
-    axis.minorticks_off()
-
-# %%
-# The whole runs
-# --------------
-#
-# Branches begin with weights that the small batch has made: they tell at which batch size to
-# continue. The answer rests on whole runs. On the left is how many more images each batch size
-# needs than the smallest, with its confidence interval; a triangle where that has no end. On the
-# right are the losses at other learning rates, less that at the task's own.
+# On the left is how many more images each batch size needs than the smallest, with its confidence
+# interval; a triangle where that has no end. On the right are the losses at other learning rates,
+# less that at the task's own.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
 checked = result.summary.checked
@@ -172,17 +137,14 @@ right.legend(frameon=False)
 # What a small budget cannot tell
 # -------------------------------
 
-print(f"longest run: {plan.samples / run.header.task.train_size:.1f} passes over the training data")
-print(f"largest batch in the branches: {plan.batch_size * max(map(max, plan.multiples))} images")
-print(f"whole runs: {len(run.select(Scratch))}, at most {plan.seeds} seeds of each kind")
-for point in points:
-    critical = point.critical
-    said = f"{critical.value:.0f}, 95 % interval {critical.low:.0f} to {critical.high:.0f}"
-    print(f"critical batch size after {point.samples:,} images: {said}")
+passes = run.header.plan.samples / run.header.task.train_size
+print(f"length of a run: {passes:.1f} passes over the training data")
+print(f"runs: {len(run.select(Training))}, at most {run.header.plan.seeds} seeds of each batch size")
+print(f"largest batch that was trained: {max(found.batch_size for found in checked)} images")
 
 # %%
-# - Critical batch sizes grow with training. Advice from a run of this length says little about one
-#   that is ten times as long: give the study a budget for runs as long as yours.
+# - Advice from runs of this length says little about one that is ten times as long: give the study
+#   your own ``samples``, and the budget for them.
 # - With few seeds and small unseen data an interval is wide. Where "not known" or "uncertain" is
 #   printed, take it at its word.
 # - Larger batch sizes than those that were trained are not judged at all.
