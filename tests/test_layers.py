@@ -61,12 +61,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 793,
+    "cli": 789,
     "integrations": 949,
     "studies": 3670,
-    "studies/advise": 2285,
+    "studies/advise": 1307,
     "studies/compare": 1963,
-    "studies/inspect": 1288,
+    "studies/inspect": 1250,
     "studies/ab": 1025,
     "tasks": 1705,
     "noise": 2551,
