@@ -61,10 +61,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 793,
+    "cli": 789,
     "integrations": 949,
     "studies": 3513,
-    "studies/advise": 2285,
+    "studies/advise": 1307,
     "studies/compare": 1963,
     "studies/inspect": 1249,
     "studies/ab": 1025,
