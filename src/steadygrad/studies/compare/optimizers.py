@@ -1,5 +1,6 @@
 """The optimizers that ``compare`` trains with: those built in, the task's, and a user's own."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,7 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from steadygrad.studies.compare.libraries import find
-from steadygrad.studies.compare.schema import (
-    BASELINE,
-    KNOWN,
-    OWN,
-    Settings,
-    Traits,
-)
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
 
 
@@ -38,6 +33,10 @@ class Entry:
     make: Callable[..., Optimizer]
     traits: Traits = field(default_factory=Traits)
 
+    def rate(self, multiple: float) -> float:
+        """The learning rate to begin with at a multiple of the task's batch size."""
+        return self.lr if self.traits.own_rate else self.lr * math.sqrt(multiple)
+
     def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""
         return replace(
@@ -54,13 +53,8 @@ class Entry:
         """The optimizer, in the mode for training where it has modes."""
         options = {"matrices": True} if self.traits.matrices else {}
         optimizer = self.make(model, lr, **options)
-        switch(optimizer, "train")
+        getattr(optimizer, "train", lambda: None)()
         return optimizer
-
-
-def switch(optimizer: Any, mode: str) -> None:
-    """Calls an optimizer's ``train()`` or ``eval()``, where it has one."""
-    getattr(optimizer, mode, lambda: None)()
 
 
 def _plain(
