@@ -56,13 +56,11 @@ class Optimizers(Evidence):
     def costs(self) -> dict[str, Cost]:
         """Costs of a step by optimizer; empty where they were not measured."""
         speed = self.results.get(Speed)
-        if speed is None or not speed.time.get(BASELINE):
+        base = speed.time.get(BASELINE) if speed else None
+        if speed is None or not base or not speed.state_bytes.keys() <= speed.time.keys():
             return {}
-        return {
-            name: Cost(time_ratio=speed.time[name] / speed.time[BASELINE], state_bytes=held)
-            for name, held in speed.state_bytes.items()
-            if name in speed.time
-        }
+        held = speed.state_bytes.items()
+        return {n: Cost(time_ratio=speed.time[n] / base, state_bytes=size) for n, size in held}
 
     def step(self, arm: int) -> float | None:
         """Octaves of the tuned rate above the arm's own; None where the search is not done."""

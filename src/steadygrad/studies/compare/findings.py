@@ -16,7 +16,6 @@ from steadygrad.studies.compare.schema import (
     Verdict,
 )
 from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Training
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
@@ -24,16 +23,8 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 
     The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
     """
-    plan, task, runs, rise = (
-        header.plan,
-        header.task,
-        results.select(Training),
-        header.rise(results),
-    )
+    plan, task, rise = header.plan, header.task, header.rise(results)
     evidence = Optimizers(header, Results() if rise else results)
-    lost = dict.fromkeys(plan.optimizers, 0)
-    for run in runs:
-        lost[plan.arms[run.arm].optimizer] += math.isinf(run.loss)
     tuned = tuple(map(evidence.tuned, range(len(plan.arms))))
     found = Summary(
         study="compare",
@@ -47,8 +38,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         optimizers=_titles(header),
         tuned=tuned,
         costs=evidence.costs,
-        trained=len(runs),
-        diverged_by=lost,
         rise=rise,
     )
     return found.worded(words)

@@ -57,10 +57,8 @@ class Entry:
         return optimizer
 
 
-def _plain(
-    kind: Callable[..., Optimizer], model: nn.Module, lr: float, **options: Any
-) -> Optimizer:
-    return kind([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
+def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float) -> Optimizer:
+    return kind([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
 class Joined(Optimizer):
@@ -173,12 +171,10 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
 
 
 def _added(spec: str) -> Callable[..., Optimizer]:
-    path, colon, name = spec.rpartition(":")
-    there = os.path.isfile(os.path.expanduser(path))
-    if not there or not name.isidentifier():
-        wrong = "" if there else ": no such file" if colon else ", without a function"
+    path, _, name = spec.rpartition(":")
+    if not os.path.isfile(os.path.expanduser(path)) or not name.isidentifier():
         raise InputError(
-            "--add should name a function in a file, as path/file.py:make_optimizer. Found "
-            f"{spec!r}{wrong}. Remedy: check the path, relative to {Path.cwd()}."
+            "--add should name a function in a file that is there, as path/file.py:make_optimizer. "
+            f"Found {spec!r}. Remedy: check the path, relative to {Path.cwd()}."
         )
     return load_function(spec)

@@ -14,6 +14,7 @@ from steadygrad.studies.compare import words
 from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
 from steadygrad.studies.folder import Run
+from steadygrad.studies.schema import Training
 from steadygrad.studies.text import listed, plural, show
 
 
@@ -27,7 +28,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         for arm in plan.arms
     ]
     tuned = [evidence.tuned(arm) for arm in range(len(plan.arms))]
-    rows = found.verdicts if found else []
+    rows, runs = found.verdicts if found else [], run.select(Training)
     bases = {plan.baseline(row.arm) for row in rows}
     panels = [_rates(evidence, arm, label) for arm, label in enumerate(labels)]
     return {
@@ -43,6 +44,8 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
             arm: {seed: run.loss for seed, run in evidence.pairs(arm).items()}
             for arm in sorted({*bases, *(row.arm for row in rows)})
         },
+        "trained": len(runs),
+        "diverged": sum(math.isinf(one.loss) for one in runs),
         "seeds": range(max((row.pairs for row in rows), default=0)),
         "panels": [drawn for drawn in panels if drawn],
         "missing_names": listed([name for name in KNOWN if name not in titles] + ["all others"]),
@@ -98,11 +101,6 @@ def _limit(axes: Axes, losses: Sequence[float]) -> None:
     if not losses:
         axes.set_yticks([])
         return
-    low = high = min(losses)
-    near = max(median(losses) - low, 0.2 * abs(low))
-    for loss in sorted(losses):
-        # A training may have diverged without becoming infinite.
-        if loss - low <= 10 * max(near, high - low):
-            high = loss
-    span = high - low or 1.0
-    axes.set_ylim(low - 0.2 * span, high + 0.2 * span)
+    low = min(losses)
+    span = min(max(losses) - low, 4 * (median(losses) - low)) or 1.0
+    axes.set_ylim(low - 0.1 * span, low + 1.1 * span)

@@ -66,7 +66,6 @@ def make_plan(
         arms=arms,
         samples=samples,
         pairs=settings.seeds,
-        samples_per_second=speed,
         work=math.ceil(samples * (whole + halves / 2) + fixed),
     )
     if plan.pairs < plan.first:

@@ -13,7 +13,6 @@ from steadygrad.studies.schema import (
     CommonSettings,
     Dtype,
     Positive,
-    PositiveFloat,
     Result,
     Training,
 )
@@ -84,8 +83,7 @@ class Settings(CommonSettings):
         Meta(
             ge=1,
             le=MOST,
-            description="Most paired seeds of each optimizer; a study ends earlier when it can "
-            "tell.",
+            description="Most paired seeds of each optimizer; fewer, once it can be told.",
         ),
     ] = MOST
     dtype: Dtype = "float32"
@@ -121,7 +119,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         arms: By batch size, AdamW first: the baseline of the others at that size.
         samples: Length of the trainings, a whole number of steps of every arm, as is its half.
         pairs: Most paired seeds of an arm.
-        samples_per_second: Training speed of one trial that the plan reckons with.
         work: Cost of about as many trials as tell, in samples.
         traits: By optimizer, of those that are not built in.
     """
@@ -129,7 +126,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     arms: Annotated[tuple[Arm, ...], Meta(min_length=2, max_length=4096)]
     samples: Positive
     pairs: Annotated[int, Meta(ge=1, le=MOST)]
-    samples_per_second: PositiveFloat
     work: Positive
     traits: dict[str, Traits] = {}
 
@@ -193,10 +189,9 @@ RESULTS = Speed | Training
 def check(header: Header, result: Any) -> tuple[str, str] | None:
     """Refuses a plan without a baseline, and a result of an arm that it lacks: expected, found."""
     arms = header.plan.arms
-    for number in range(len(arms)):
-        first = arms[header.plan.baseline(number)].optimizer
-        if first != BASELINE:
-            return f"the first optimizer of each batch size to be {BASELINE}", repr(first)
+    firsts = {arms[header.plan.baseline(number)].optimizer for number in range(len(arms))}
+    if firsts != {BASELINE}:
+        return f"the first optimizer of each batch size to be {BASELINE}", ", ".join(sorted(firsts))
     if isinstance(result, Training) and result.arm >= len(arms):
         return f"'arm' to be below {len(arms)}", str(result.arm)
     return None
@@ -313,7 +308,6 @@ class Summary(CommonSummary, frozen=True, kw_only=True):
         findings: The most important first.
         optimizers: Names in sentences, AdamW first.
         tuned: The search of each arm.
-        trained: Number of trainings; ``diverged_by``: of those that diverged, by optimizer.
     """
 
     batch_size: int
@@ -323,8 +317,6 @@ class Summary(CommonSummary, frozen=True, kw_only=True):
     optimizers: dict[str, str]
     tuned: tuple[Tuned, ...]
     costs: dict[str, Cost]
-    trained: int
-    diverged_by: dict[str, int]
 
     @property
     def verdicts(self) -> list[Verdict]:

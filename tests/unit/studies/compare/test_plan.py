@@ -72,7 +72,7 @@ def test_a_result_of_another_plan_is_refused():
     assert check(header, Training(arm=2, **fields)) is None
     assert check(header, Training(arm=3, **fields)) == ("'arm' to be below 3", "3")
     _, found = check(header_of(planned(("lans", "adamw"))), None)
-    assert found == "'lans'"
+    assert found == "lans"
 
 
 def test_the_search_is_first_and_the_pairs_go_seed_by_seed():
