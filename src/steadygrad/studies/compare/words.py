@@ -120,17 +120,16 @@ def table(s: Summary) -> Table | None:
     for batch_size, own in groupby(s.verdicts, lambda row: row.batch_size):
         judged, size = [*own], (show(batch_size),) * several
         base = max(judged, key=lambda row: row.pairs)
-        numbers = show(base.baseline_lr), "–", loss(_mean(base.baseline_losses)), show(base.pairs)
-        rows.append(("AdamW", "baseline", *size, *numbers, "–"))
+        numbers = show(base.baseline_lr), "–", loss(_mean(base.baseline_losses)), "–"
+        rows.append(("AdamW", "baseline", *size, *numbers))
         for row in judged:
-            numbers = show(row.lr), difference(row), loss(_mean(row.losses)), show(row.pairs)
-            name = s.optimizers[row.optimizer]
-            rows.append((name, row.verdict, *size, *numbers, ratios(row)[0]))
+            numbers = show(row.lr), difference(row), loss(_mean(row.losses)), ratios(row)[0]
+            rows.append((s.optimizers[row.optimizer], row.verdict, *size, *numbers))
     if not rows:
         return None
     title = f"{s.task} after {s.samples:,} {plural(s.sample)}, with confidence intervals"
     heads = ("optimizer", "verdict", *("batch size",) * several, "learning rate", "difference")
-    heads += ("loss", "seeds", "AdamW needs (× samples)")
+    heads += ("loss", "AdamW needs (× samples)")
     return Table(title, heads, tuple(rows), text_columns=2)
 
 
