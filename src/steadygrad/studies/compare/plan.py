@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.analysis import Optimizers
-from steadygrad.studies.compare.schema import Arm, Plan, Settings
+from steadygrad.studies.compare.schema import Arm, Plan, Settings, Speed
 from steadygrad.studies.ladder import USUAL
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 
@@ -45,35 +45,33 @@ def make_plan(
     unit = 2 * math.lcm(*multiples) * batch_size
     least = math.ceil(LEAST_STEPS * arms[-1].batch_size / unit) * unit
     rate = SHARE * speed * workers
-    span = rate * max(0.0, settings.budget - start_up(workers))
-    samples = int((span - fixed) / (whole + halves / 2)) // unit * unit
-    if settings.samples:
-        samples = round(settings.samples / unit) * unit
-        if samples < least:
-            raise InputError(
-                f"--samples should be at least {least}, {LEAST_STEPS} steps of the largest batch. "
-                f"Found {settings.samples}. Remedy: --samples {least}, or smaller --batches."
-            )
-    elif samples < least:
-        cost = least * (whole + halves / 2) + fixed
-        seconds = math.ceil(cost / rate + start_up(workers))
-        raise InputError(
-            f"The budget is too small for any answer: found {settings.budget:g}s, expected at "
-            f"least {seconds}s for {len(arms)} optimizers and batch sizes at {speed:,.3g} samples "
-            f"a second. Remedy: --budget {seconds}s or more, or fewer --optimizers."
-        )
-    plan = Plan(
-        arms=arms,
-        samples=samples,
-        pairs=settings.seeds,
-        work=math.ceil(samples * (whole + halves / 2) + fixed),
-    )
+    fitting = (rate * (settings.budget - start_up(workers)) - fixed) / (whole + halves / 2)
+    samples = unit * (round(settings.samples / unit) if settings.samples else int(fitting // unit))
+    if samples < least:
+        seconds = (least * (whole + halves / 2) + fixed) / rate + start_up(workers)
+        raise _too_short(settings, least, math.ceil(seconds))
+    work = math.ceil(samples * (whole + halves / 2) + fixed)
+    plan = Plan(arms=arms, samples=samples, pairs=settings.seeds, work=work)
     if plan.pairs < plan.first:
         raise InputError(
             f"--seeds should be at least {plan.first}, the fewest pairs that can give a verdict. "
             f"Found {plan.pairs}. Remedy: --seeds 10."
         )
     return plan
+
+
+def _too_short(settings: Settings, least: int, seconds: int) -> InputError:
+    steps = f"{LEAST_STEPS} steps of the largest batch"
+    if settings.samples:
+        return InputError(
+            f"--samples should be at least {least}, {steps}. Found {settings.samples}. Remedy: "
+            f"--samples {least}, or smaller --batches."
+        )
+    return InputError(
+        f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
+        f"{seconds}s for trainings of {steps}. Remedy: --budget {seconds}s or more, or fewer "
+        "--optimizers."
+    )
 
 
 def _multiples(text: str, most: int) -> tuple[int, ...]:
@@ -97,8 +95,11 @@ def speed_cost(arms: Sequence[Arm], batch_size: int) -> int:
 def next_trials(evidence: Optimizers, valid_size: int) -> Iterator[Trial]:
     """The trials that are needed and can run now: speed, searches, then pairs, seed by seed."""
     plan, evaluation = evidence.plan, evaluation_cost(valid_size)
-    cost = speed_cost(plan.arms, evidence.task.batch_size)
-    yield Trial(("speed",), cost, "time of a step")
+    if evidence.results.get(Speed) is None:
+        # Alone: trials beside it would take its time.
+        cost = speed_cost(plan.arms, evidence.task.batch_size)
+        yield Trial(("speed",), cost, "time of a step")
+        return
 
     def training(arm: int, samples: int, step: float, seed: int, what: str) -> Trial:
         name = plan.arms[arm].optimizer

@@ -11,7 +11,7 @@ from steadygrad.studies.compare import words
 from steadygrad.studies.compare.analysis import choice_variance, sample_ratio
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.schema import Edge, Ratio, Traits, Verdict
-from steadygrad.studies.paired import intervals
+from steadygrad.studies.paired import half_width, intervals, pairs_needed
 from tests.unit.studies.compare.runs import header_of, noisy, planned, record, summary
 
 PLAN = planned()
@@ -66,6 +66,10 @@ def test_an_interval_is_that_of_the_looks_with_the_choice_of_rates():
 
 
 def test_the_variance_of_a_choice_by_hand():
+    # As many standard errors of a mean that has it too; the pairs that it asks for, too.
+    alone, both = (half_width(np.float64(8), 4.0, 0.05, choice=x) for x in (0.0, 1.5))
+    assert both == pytest.approx(alone * math.sqrt((4 / 8 + 1.5) / (4 / 8)))
+    assert pairs_needed(both * 1.001, 4.0, 0.05, choice=1.5) == 8
     # An error of a quarter of an octave alone; with noise; with more than the ladder leaves.
     assert choice_variance(2.0, 0.0) == 2 * (1 / 16) ** 2
     assert choice_variance(2.0, 8.0) == pytest.approx(2 * (1 + 1 / 16) ** 2)
