@@ -120,4 +120,4 @@ if __name__ == "__main__":
     found = main(asked.studies)
     print(found)
     if asked.save:
-        print(save("compare-truth", found))
+        print(save("compare-truth", found, date.today().isoformat()))

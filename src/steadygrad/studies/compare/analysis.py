@@ -130,6 +130,8 @@ class Optimizers(Evidence):
             if is_told or mean == 0
             else pairs_needed(mean, variance, plan.alpha, choice=choice),
             rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
+            lost=int(np.isnan(b).sum()),
+            baseline_lost=int(np.isnan(a).sum()),
             losses={str(run.seed): run.loss for run in own},
             baseline_losses={str(run.seed): run.loss for run in base},
         )

@@ -31,7 +31,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         status=status,
         task=task.name,
         sample=task.sample,
-        batch_size=task.batch_size,
         samples=plan.samples,
         confidence=1 - plan.alpha,
         findings=tuple(find(evidence, tuned)),

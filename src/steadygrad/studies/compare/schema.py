@@ -1,6 +1,5 @@
 """Types of ``compare``: what is chosen and planned, what trials give, and what is concluded."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -219,6 +218,7 @@ class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
         needed: Pairs that should tell, were mean and spread the true ones; None where the verdict
             is known, or where no number up to ten thousand would.
         rates_limit: Whether the difference is within the error of the tuned learning rates.
+        lost: Trainings of the pairs that diverged; ``baseline_lost``: of AdamW's.
         losses: By seed; infinite where it diverged.
         sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
             quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
@@ -238,20 +238,12 @@ class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
     verdict: Literal["better", "worse", "cannot tell"]
     needed: int | None
     rates_limit: bool
+    lost: int
+    baseline_lost: int
     losses: dict[str, float]
     baseline_losses: dict[str, float]
     sample_ratio: Ratio | None = None
     time_ratio: Ratio | None = None
-
-    @property
-    def lost(self) -> int:
-        """Trainings that diverged."""
-        return sum(map(math.isinf, self.losses.values()))
-
-    @property
-    def baseline_lost(self) -> int:
-        """Those of AdamW that diverged."""
-        return sum(map(math.isinf, self.baseline_losses.values()))
 
     @property
     def failed(self) -> bool:
@@ -302,7 +294,6 @@ class Summary(CommonSummary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
     Attributes:
-        batch_size: The task's own.
         samples: Length of the trainings.
         confidence: Of each interval, 0.95 or more: all hold together with 0.95.
         findings: The most important first.
@@ -310,7 +301,6 @@ class Summary(CommonSummary, frozen=True, kw_only=True):
         tuned: The search of each arm.
     """
 
-    batch_size: int
     samples: int
     confidence: float
     findings: tuple[Edge | Verdict, ...]
