@@ -65,7 +65,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3670,
     "studies/advise": 2285,
-    "studies/compare": 1963,
+    "studies/compare": 1490,
     "studies/inspect": 1288,
     "studies/ab": 1054,
     "tasks": 1705,
