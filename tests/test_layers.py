@@ -65,7 +65,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3513,
     "studies/advise": 1307,
-    "studies/compare": 1963,
+    "studies/compare": 1490,
     "studies/inspect": 1249,
     "studies/ab": 1025,
     "tasks": 1705,
