@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -11,12 +11,12 @@ from steadygrad.studies.paired import ALPHA, MOST, pairs_needed
 from steadygrad.studies.schema import (
     CommonSettings,
     Dtype,
+    HeaderOf,
     Positive,
     Result,
     Training,
 )
 from steadygrad.studies.schema import Finding as CommonFinding
-from steadygrad.studies.schema import Header as CommonHeader
 from steadygrad.studies.schema import Summary as CommonSummary
 
 BASELINE = "adamw"
@@ -128,6 +128,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     work: Positive
     traits: dict[str, Traits] = {}
 
+    def __post_init__(self) -> None:
+        if any(self.arms[self.baseline(n)].optimizer != BASELINE for n in range(len(self.arms))):
+            raise ValueError(f"Expected {BASELINE} as the first optimizer of each batch size")
+
     @property
     def largest_batch(self) -> int:
         """Samples of the largest batch."""
@@ -169,11 +173,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return own is not None and own.own_rate
 
 
-class Header(CommonHeader, frozen=True, kw_only=True):
-    """Header of ``compare``."""
-
-    settings: Settings
-    plan: Plan
+Header = HeaderOf[Settings, Plan]
 
 
 class Speed(Result, frozen=True, tag="speed"):
@@ -183,17 +183,6 @@ class Speed(Result, frozen=True, tag="speed"):
 
 
 RESULTS = Speed | Training
-
-
-def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Refuses a plan without a baseline, and a result of an arm that it lacks: expected, found."""
-    arms = header.plan.arms
-    firsts = {arms[header.plan.baseline(number)].optimizer for number in range(len(arms))}
-    if firsts != {BASELINE}:
-        return f"the first optimizer of each batch size to be {BASELINE}", ", ".join(sorted(firsts))
-    if isinstance(result, Training) and result.arm >= len(arms):
-        return f"'arm' to be below {len(arms)}", str(result.arm)
-    return None
 
 
 class Ratio(msgspec.Struct, frozen=True):

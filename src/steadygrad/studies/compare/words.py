@@ -8,7 +8,7 @@ from statistics import fmean
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
-from steadygrad.studies.text import ENDS, listed, loss, plural, show
+from steadygrad.studies.text import listed, loss, plural, show, unfinished
 
 # What is done otherwise with an optimizer, by what it shows.
 NOTES = {
@@ -66,9 +66,8 @@ def _stay(rows: Sequence[Verdict], s: Summary) -> str:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    end = [f"The study {ENDS[s.status]}; --resume continues it."] if s.status in ENDS else []
     texts = [said(found, s) for found in s.findings]
-    return tuple([*end, *filter(None, texts)][:3])
+    return tuple([*unfinished(s.status), *filter(None, texts)][:3])
 
 
 @singledispatch
