@@ -11,8 +11,10 @@ from steadygrad.studies.compare import words
 from steadygrad.studies.compare.analysis import choice_variance, sample_ratio
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.schema import Edge, Ratio, Traits, Verdict
+from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import half_width, intervals, pairs_needed
-from tests.unit.studies.compare.runs import header_of, noisy, planned, record, summary
+from steadygrad.studies.trials import Trial
+from tests.unit.studies.compare.runs import header_of, noisy, planned, record, result_of, summary
 
 PLAN = planned()
 
@@ -184,6 +186,18 @@ def test_the_order_in_which_trials_end_changes_nothing():
         generator = random.Random(number)
         found = record(plan, losses, workers=generator.choice([1, 2, 5]), generator=generator)
         assert {result.key: result for result in found} == expected
+
+
+def test_trainings_that_ran_ahead_change_nothing():
+    losses = noisy(lans=-0.3)
+    whole = record(PLAN, losses)
+    keys = [("training", 1, 128, 0.0, seed) for seed in range(16)]
+    ahead = [result_of(PLAN, Trial(key, 1, ""), losses) for key in keys]
+    assert sum(run.key not in whole for run in ahead) == 11
+    both = (
+        summarize(header_of(PLAN), Results(own), "complete") for own in (whole, [*whole, *ahead])
+    )
+    assert len({repr(found) for found in both}) == 1
 
 
 @pytest.mark.few(10)
