@@ -6,7 +6,7 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.schema import Arm, Settings, Traits, check
+from steadygrad.studies.compare.schema import Arm, Settings, Traits
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import trials_of
 from tests.unit.studies.compare.runs import header_of, noisy, planned, record
@@ -66,13 +66,9 @@ def test_a_given_length_and_what_cannot_be_planned():
     assert plan_for(1000, names=NAMES[:2], seeds=4).pairs == 4
 
 
-def test_a_result_of_another_plan_is_refused():
-    header = header_of(planned())
-    fields = {"samples": 64, "step": 0.0, "seed": 1, "lr": 0.1, "loss": 1.0}
-    assert check(header, Training(arm=2, **fields)) is None
-    assert check(header, Training(arm=3, **fields)) == ("'arm' to be below 3", "3")
-    _, found = check(header_of(planned(("lans", "adamw"))), None)
-    assert found == "lans"
+def test_a_plan_without_its_baseline_is_refused():
+    with pytest.raises(ValueError, match="adamw"):
+        planned(("lans", "adamw"))
 
 
 def test_the_search_is_first_and_the_pairs_go_seed_by_seed():
