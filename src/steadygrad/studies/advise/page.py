@@ -37,7 +37,7 @@ def _differences(run: Run, summary: Summary) -> Markup | None:
     for arm, pairs in found.pairs.items():
         apart = pairs.behind(np.asarray(found.tolerance))
         mean, low, high = map(float, interval(apart, ALPHA, pairs.prior))
-        finite, lost = apart[np.isfinite(apart)], int((~np.isfinite(apart)).sum())
+        finite, lost = [*apart[np.isfinite(apart)]], int((~np.isfinite(apart)).sum())
         rows.append(Row(size(found.size(arm)), finite, math.nan if lost else mean, low, high, lost))
     spoken = "Final losses of each batch size less the tolerated loss, seed by seed."
     return differences("sizes", spoken, rows, "validation loss, difference")
