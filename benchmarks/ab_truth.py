@@ -1,11 +1,13 @@
-"""How often ``steadygrad ab`` is wrong, and how many pairs it takes, where the truth is known.
+"""How often the test of the studies is wrong, and how many pairs it takes, by known truths.
 
     python benchmarks/ab_truth.py --save
 
-Ten thousand studies a row, looked at after every pair up to 100. Beside the mixture's sequential t
-that ``ab`` has: Student's intervals at the ten looks of ``advise``, bets on the signs of the
-differences (Krichevsky and Trofimov's mixture), and the rule that believes one pair of runs if it
-differs by more than two deviations of A's runs.
+It measures the choice of the one test that ``advise``, ``compare`` and ``ab`` have. Ten thousand
+studies a row, looked at after every pair up to 100. The mixture's sequential t is tried with
+several variances g of the effects. Beside it: Student's intervals at ten looks (Pocock's rule),
+bets on the signs of the differences (Krichevsky and Trofimov's mixture), and the rule that believes
+one pair of runs if it differs by more than two deviations of A's runs. And the test of ``advise``
+and ``compare``: at their looks, with a variance that is known from elsewhere.
 """
 
 import argparse
@@ -13,7 +15,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from scipy import special
@@ -21,11 +25,17 @@ from scipy import special
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import hardware, save
-from steadygrad.studies.sequential import LOOKS, interval
 
-from steadygrad.studies.ab.sequence import compare
+from steadygrad.studies import paired
+from steadygrad.studies.ab.doubts import judge
+from steadygrad.studies.paired import NOTHING, Prior, interval, next_look
 
 PAIRS, ALPHA, CHUNK = 100, 0.05, 1000
+# Variances of the effects.
+TRIED = 1.0, 2.0, 4.0, 16.0
+EFFECTS = 0.5, 1.0, 2.0, 4.0
+# Pairs at ten looks and the level of each: together they are wrong in 5 % of studies.
+TEN, LEVEL = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64), 0.0078
 Floats = np.ndarray
 Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
@@ -61,19 +71,20 @@ def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, F
     return tuple(math.sqrt(0.8) * common + math.sqrt(0.2) * own for own in (a, b))  # type: ignore
 
 
-def ours(a: Floats, b: Floats) -> Floats:
+def mixture(g: float, a: Floats, b: Floats) -> Floats:
     """Verdicts of better or worse; a study ends at its first one."""
-    course = compare(a, b, ALPHA)
-    ended = np.logical_or.accumulate(course.negligible, -1)
-    return course.decided & ~ended
+    with patch.object(paired, "EFFECT_VARIANCE", g):
+        found = judge(a, b, ALPHA)
+    return found.decided & ~np.logical_or.accumulate(found.negligible, -1)
 
 
-def looks(a: Floats, b: Floats) -> Floats:
-    """Verdicts at the looks of ``advise``."""
+def ten_looks(a: Floats, b: Floats) -> Floats:
+    """Verdicts of Student's intervals at ten looks."""
     found = np.zeros(a.shape, bool)
-    for look in LOOKS:
-        _, low, high = interval((b - a)[:, :look])
-        found[:, look - 1] = (low > 0) | (high < 0)
+    for n in TEN:
+        apart = (b - a)[:, :n]
+        half = -special.stdtrit(n - 1, LEVEL / 2) * apart.std(-1, ddof=1) / math.sqrt(n)
+        found[:, n - 1] = np.abs(apart.mean(-1)) > half
     return found
 
 
@@ -84,7 +95,18 @@ def signs(a: Floats, b: Floats) -> Floats:
     return won + (more + less) * math.log(2) >= math.log(1 / ALPHA)
 
 
-RULES = {"sequential t": ours, "ten looks": looks, "signs": signs}
+MIXTURES = {f"g = {g:g}": partial(mixture, g) for g in TRIED}
+RULES = {**MIXTURES, "ten looks": ten_looks, "signs": signs}
+
+
+def at_looks(g: float, prior: Prior, apart: Floats) -> Floats:
+    """Verdicts on differences at the looks of ``advise`` and ``compare``, the last after 64."""
+    found, look = np.zeros(apart.shape, bool), 0
+    with patch.object(paired, "EFFECT_VARIANCE", g):
+        while look := next_look(look):
+            _, low, high = interval(apart[:, :look], ALPHA, prior)
+            found[:, look - 1] = (low > 0) | (high < 0)
+    return found
 
 
 def line(cells: list[str]) -> str:
@@ -101,7 +123,7 @@ def wrong(studies: int) -> list[str]:
     rows = []
     for name in NOISE:
         for correlated in (False, True):
-            hits = {rule: 0 for rule in RULES if rule == "sequential t" or "fails" not in name}
+            hits = {rule: 0 for rule in RULES if rule in MIXTURES or "fails" not in name}
             two_sigma = 0.0
             for a, b in drawn(studies, lambda g, n=name, c=correlated: draw(n, c, g)):
                 for rule in hits:
@@ -118,29 +140,31 @@ def more_wrong(studies: int) -> list[str]:
     """Several Bs, differences that are skewed themselves, and an effect that is called small."""
     count = {"three Bs that are A": 0, "no true mean, differences exponential": 0}
     for (three,) in drawn(studies, lambda g: (g.normal(size=(4, *SHAPE)),)):
-        found = [compare(three[0], b, ALPHA / 3).decided.any(-1) for b in three[1:]]
+        found = [judge(three[0], b, ALPHA / 3).decided.any(-1) for b in three[1:]]
         count["three Bs that are A"] += np.any(found, 0).sum()
-    for (apart,) in drawn(studies, lambda g: (g.exponential(size=SHAPE) - 1,)):
-        own = ours(np.zeros_like(apart), apart)
+    for a, apart in drawn(studies, lambda g: (g.normal(size=SHAPE), g.exponential(size=SHAPE) - 1)):
+        own = mixture(paired.EFFECT_VARIANCE, a, a + apart)
         count["no true mean, differences exponential"] += own.any(-1).sum()
     for name, (own, size) in HIGHER.items():
         key = f"{name}, B truly higher by {size:g}: no difference of {size:g}"
         count[key] = 0
         for a, b in drawn(studies, lambda g, n=name, o=own: (NOISE[n](g, SHAPE), o(g))):
-            course = compare(a, b, ALPHA, smallest=size * (1 - 1e-9))
-            first = course.decided.argmax(-1)
-            count[key] += course.negligible[np.arange(CHUNK), first].sum()
+            found = judge(a, b, ALPHA, smallest=size * (1 - 1e-9))
+            count[key] += found.negligible[np.arange(CHUNK), found.decided.argmax(-1)].sum()
     return [line([name, f"{100 * hits / studies:.1f} %"]) for name, hits in count.items()]
 
 
 def pairs(studies: int) -> list[str]:
     """Pairs that find an effect, and those of a fixed-length test with the same power."""
     rows = []
-    for effect in (0.5, 1.0, 2.0):
+    for effect in EFFECTS:
         g = np.random.default_rng(0)
         apart = g.normal(effect, 1.0, (studies, PAIRS))
+        # What both have in common: a run of A is no other one, repeated.
+        common = np.split(g.normal(size=apart.shape), studies // CHUNK)
+        parts = [(a, a + x) for a, x in zip(common, np.split(apart, studies // CHUNK), strict=True)]
         for rule in RULES:
-            says = [RULES[rule](np.zeros_like(x), x) for x in np.split(apart, studies // CHUNK)]
+            says = [RULES[rule](a, b) for a, b in parts]
             found = np.concatenate(says)
             first = np.where(found.any(-1), 1 + found.argmax(-1), PAIRS)
             for power in (0.8, 0.9):
@@ -153,6 +177,23 @@ def pairs(studies: int) -> list[str]:
                 numbers = [f"{effect:g}", rule, f"{100 * reached:.0f} %", f"{fixed}"]
                 numbers += [f"{mean:.1f}", at_most, f"{mean / fixed:.2f}", f"{most / fixed:.2f}"]
                 rows.append(line(numbers))
+    return rows
+
+
+def looked(studies: int) -> list[str]:
+    """Studies of no effect that are wrong at looks, and mean pairs that find one; at most 64."""
+    rows = []
+    for freedom in (0.0, 2.0):
+        for g in TRIED:
+            draw, cells = np.random.default_rng(0), []
+            for effect in (0.0, *EFFECTS):
+                apart = draw.normal(effect, 1.0, (studies, paired.MOST))
+                known = Prior(draw.chisquare(2, studies) / 2, freedom)  # type: ignore
+                found = at_looks(g, known if freedom else NOTHING, apart)
+                told = found.any(-1)
+                first = np.where(told, 1 + found.argmax(-1), paired.MOST)
+                cells.append(f"{first.mean():.1f}" if effect else f"{100 * told.mean():.1f} %")
+            rows.append(line([f"{freedom:g}", f"{g:g}", *cells]))
     return rows
 
 
@@ -177,25 +218,34 @@ def main() -> None:
         "wrong": ["metric", "correlated", *RULES, "two sigma, one pair"],
         "other": ["truth", "wrong"],
         "pairs": ["effect", "rule", "power", "fixed length", "mean pairs", "most"],
+        "looked": ["degrees", "g", "wrong", *(f"effect {effect:g}" for effect in EFFECTS)],
     }
     heads["pairs"] += ["mean / fixed", "most / fixed"]
-    rows = {"wrong": wrong, "other": more_wrong, "pairs": pairs}
+    rows = {"wrong": wrong, "other": more_wrong, "pairs": pairs, "looked": looked}
     tables = {
         name: "\n".join([line(head), line(["---"] * len(head)), *rows[name](args.studies)])
         for name, head in heads.items()
     }
+    g = f"g = {paired.EFFECT_VARIANCE:g}"
+    prior = (
+        "The variance of a difference is known from elsewhere with so many degrees of freedom: it "
+        "is drawn as chi-square over them, times the true one. Studies that find none count as 64."
+    )
     text = [
-        f"# `steadygrad ab` where the truth is known, {today}",
+        f"# The test of the studies where the truth is known, {today}",
         hardware(),
         f"{args.studies:,} studies a row, `python benchmarks/ab_truth.py --save`.",
         "## A against A: studies that ever say better or worse, looked at after each of 100 pairs",
         tables["wrong"],
-        "What correlated pairs share cancels in differences: both rows of normal metrics agree.",
-        "## Other errors of the sequential t",
+        f"The studies have {g}. Both rows of normal metrics agree: what pairs share cancels.",
+        f"## Other errors of the mixture, {g}",
         tables["other"],
         "## Pairs that find an effect, in deviations of one difference",
         "Studies end after the most pairs; the fixed-length t test has the power that they reach.",
         tables["pairs"],
+        "## Studies that look at 3, 4, 5, 6, 7, 8, 10, 12, 15, ... 64 pairs: wrong, and mean pairs",
+        prior,
+        tables["looked"],
     ]
     print("\n\n".join(text))
     if args.save:

@@ -14,8 +14,8 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 
 import steadygrad
-from steadygrad.studies.ab.schema import Run
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import Training
 from steadygrad.tasks import load_task
 
 task = load_task("digits-classifier")
@@ -42,9 +42,9 @@ for factor in (1.03, 0.1):
 # %%
 # The runs are in files, and what was concluded is typed.
 
-runs = read_run(found.folder).select(Run)
+runs = read_run(found.folder).select(Training)
 for arm, name in enumerate("AB"):
-    values = [run.value for run in runs if run.arm == arm]
+    values = [run.loss for run in runs if run.arm == arm]
     plt.plot(range(1, 1 + len(values)), values, "o-", label=name)
 plt.xlabel("pair")
 plt.ylabel("validation loss")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from steadygrad._checks import InputError
-from steadygrad.studies.advise.schema import Branch, Noise, Point, Scratch, Settings
+from steadygrad.studies.advise.schema import Noise, Settings
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare import schema
 from steadygrad.studies.deadline import Deadline
@@ -37,7 +37,7 @@ from tests.unit.studies.test_start import TASK, Training, make_optimizer, plain
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # Every exchange between processes waits for the slower one: fewer steps than elsewhere.
-ADVISE = changed(SMALL, samples=64, points=(32, 64), branch_samples=(32, 32))
+ADVISE = changed(SMALL, samples=64)
 ALL = comparisons.ALL
 COMPARE = comparisons.planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
 SMALLER = changed(COMPARE, optimizers=("adamw", "lans"))
@@ -83,7 +83,7 @@ def apart(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(own)
         patch.setattr(Checkpoints, "load", lambda *given: loaded.append(load(*given)) or loaded[-1])
-        outcome, _ = framework.begin(own / "run", "shared", at=None, plan=ADVISE)
+        outcome = look(own / "run", spec("residual"), steps=STEPS)
     return str(outcome.folder), len(loaded), loaded.count(None)
 
 
@@ -98,7 +98,7 @@ def small(folder, add):
 
 # The study, after how many samples another run of it is stopped, and which checkpoint that loses.
 STOPPED = {
-    "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 2850, "point-1.pt"),
+    "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 900, "none"),
     "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 1300, "none"),
     "inspect-ddp": (inspect, {}, 3 * STEPS * 4, "after-*.pt"),
 }
@@ -138,12 +138,12 @@ def test_two_processes_go_on_where_they_stopped(folder, name):
         part(alone, 1)
 
 
-NUMBERS = {
-    Point: ("valid_loss",),
-    Noise: ("grad_sq_norm", "noise_trace"),
-    Branch: ("loss", "lr"),
-    Scratch: ("loss",),
-}
+def numbers(run):
+    """Losses, and the parts of the noise scales."""
+    points = [point for noise in run.select(Noise) for point in noise.points]
+    trainings = [one for one in run.results if one.key[0] == "training"]
+    losses = [loss for one in trainings for _, loss in one.curve]
+    return losses + [x for point in points for x in (point.grad_sq_norm, point.noise_trace)]
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +160,10 @@ def test_two_processes_advise_what_one_does(one, folder, name):
     runtime = shared.header.runtime
     assert (runtime.world_size, runtime.sharding) == (2, name.partition("-")[2])
     assert [event.key for event in shared.results] == [event.key for event in single.results]
-    for kind, names in NUMBERS.items():
-        pairs = list(zip(single.select(kind), shared.select(kind), strict=True))
-        assert pairs
-        for a, b in pairs:
-            for field in names:
-                if hasattr(a, field):
-                    x, y = (torch.tensor(getattr(event, field)) for event in (a, b))
-                    # float32 sums in another order, over at most 64 steps; a rank's samples lost
-                    # or seen twice show in the second digit.
-                    torch.testing.assert_close(y, x, rtol=1e-5, atol=0.0)
+    found = [numbers(run) for run in (single, shared)]
+    # float32 sums in another order, over 16 steps; a rank's samples lost or seen twice show in the
+    # second digit.
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
     one_size, size = (run.summary["recommendation"]["batch_size"] for run in (single, shared))
     assert size == one_size
 
@@ -201,15 +195,13 @@ def test_an_overflow_on_one_process_is_attributed_on_all(folder):
     assert total == 2 * 17 * (STEPS - skipped)
 
 
-def test_all_processes_take_the_first_ones_folder_and_checkpoints(one, tmp_path):
+def test_all_processes_take_the_first_ones_folder_and_checkpoints(folder, tmp_path):
     [[first, second]] = ranks.studies(2, [partial(apart, str(tmp_path))], tmp_path / "ranks")
     assert first == second
-    folder, loaded, lost = first
-    assert folder == str(tmp_path / "0" / "run")
+    run, loaded, lost = first
+    assert run == str(tmp_path / "0" / "run")
     assert (loaded > 5, lost) == (True, 0)
-    assert [event.key for event in read_run(folder).results] == [
-        event.key for event in read_run(one / "advise").results
-    ]
+    assert lines(Path(run)) == lines(folder / "inspect-ddp")
 
 
 def test_what_cannot_be_used_ends_all_processes(tmp_path):

@@ -167,8 +167,6 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     schema = module_of(study, "schema")
     try:
         header = msgspec.convert(found, schema.Header, strict=False)
-        if wrong := schema.check(header, None):
-            raise _wrong(path, *wrong)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise _wrong(path, "a header that makes sense", str(error)) from None
     return header, schema
@@ -208,7 +206,7 @@ def _read_result(path: Path, run: str, header: Header, schema: Any) -> Result | 
         found = read_json(path)
         result: Result = msgspec.convert(found, schema.RESULTS, strict=False)
         fits = found.get("run") == run and path.name == _name(result.key)
-        if fits and schema.check(header, result) is None:
+        if fits and getattr(result, "arm", 0) < len(getattr(header.plan, "arms", "one")):
             return result
     return None
 

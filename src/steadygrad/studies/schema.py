@@ -1,13 +1,12 @@
 """Types that all studies share: settings, the header of a run, and the result of a trial.
 
-A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``, and
-``check(header, result)``: what was expected and found where they do not fit one another, or None.
+A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +23,8 @@ Key = tuple[str | int | float, ...]
 """The kind of a result, and the values that tell it from others of its kind."""
 
 S = TypeVar("S", bound="Summary")
+Chosen = TypeVar("Chosen")
+Planned = TypeVar("Planned")
 
 # Version of the folder's format.
 SCHEMA = 4
@@ -214,11 +215,11 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of a run. Each study's header adds its ``settings`` and its ``plan``.
+class HeaderOf(msgspec.Struct, Generic[Chosen, Planned], frozen=True, kw_only=True):
+    """The identity of a run, with a study's own settings and plan.
 
     Attributes:
-        environment: Versions and hardware, of :func:`steadygrad.studies.environment.environment`.
+        environment: Versions and hardware, of :func:`steadygrad.studies.header.environment`.
         files: SHA-256 of the user's files, by the function that comes from them.
         first_losses: Mean losses before training; empty where they do not repeat.
         first_value: ``Task.evaluate``'s value before training; None without one.
@@ -228,8 +229,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     schema: Positive
     study: str
     task: TaskInfo
+    settings: Chosen
+    plan: Planned
     runtime: Runtime
-    environment: dict[str, Any]
+    environment: Mapping[str, Any]
     files: dict[str, dict[str, str]] = {}
     first_losses: tuple[float, ...] = ()
     first_value: float | None = None
@@ -246,6 +249,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         rise = f"Task.evaluate falls in no training, and rises from {show(first)} to {show(most)}"
         remedy = "return 1 less it; else try another Task.lr, more data, or another --budget"
         return f"Nothing can be judged: {rise}; if it is to rise, as an accuracy, {remedy}."
+
+
+Header = HeaderOf[Any, Any]
 
 
 class Table(msgspec.Struct, frozen=True):

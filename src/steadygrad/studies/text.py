@@ -9,11 +9,16 @@ from typing import Any
 MOST = 3.0
 # Up to this one it is only known that it is less.
 LEAST = -0.333
-# How a study ended that is not complete.
 ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 
 # HTML has no way to write these, and half a surrogate pair cannot be encoded.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def unfinished(status: str) -> list[str]:
+    """A sentence on the end of a study; none where it is complete."""
+    more = "" if status == "failed" else "; --resume continues it"
+    return [f"The study {ENDS[status]}{more}."] if status in ENDS else []
 
 
 def clean(text: str) -> str:

@@ -417,7 +417,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(framework, "tiny", lambda factory: spec)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    begin(tmp_path / "run", at=1000)
+    begin(tmp_path / "run", at=1)
     part(tmp_path / "run", 1)
     first = read_run(tmp_path / "run").header.first_value
     assert first == pytest.approx(mean(Training().model.requires_grad_(False), TASK.valid))

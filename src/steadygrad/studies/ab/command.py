@@ -93,16 +93,17 @@ def run_command(
             f"Expected processes, a terminal and a folder for a command. Found {error}. "
             "Remedy: make room for them, and --resume."
         ) from error
-    value = output.read()
-    why = f"it ran into the time limit of {settings.timeout:g} s" if said[0] == "None" else ""
-    if not why and (code := int(said[0])):
-        why = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
-    if not why and not isinstance(value, float):
+    value, (code, peak) = output.read(), said
+    if code == "None":
+        why = f"it ran into the time limit of {settings.timeout:g} s"
+    elif code != "0":
+        why = f"ended by signal {code[1:]}" if code[0] == "-" else f"exit code {code}"
+    elif isinstance(value, float):
+        return value, {"peak_bytes": int(peak)}
+    else:
         found = f"{value[:60]!r}, which is no number," if value else "no number"
         why = f"it printed {found} for {settings.metric!r}"
-    if why or not isinstance(value, float):
-        raise RunFailed(f"{why}, after {output.last_line!r}")
-    return value, {"peak_bytes": int(said[1])}
+    raise RunFailed(f"{why}, after {output.last_line!r}")
 
 
 def _said_by_keeper(

@@ -9,28 +9,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from steadygrad.studies import charts
-from steadygrad.studies.ab.findings import Evidence
+from steadygrad.studies.ab.findings import Changes
 from steadygrad.studies.ab.schema import Summary
 from steadygrad.studies.folder import Run
 
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """A chart of each B: differences pair by pair, and the interval of their mean after each."""
-    evidence, courses = Evidence(run.header, run.results), []
-    for arm, name in enumerate(evidence.names):
-        if arm and evidence.metrics(0, arm).size:
-            spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, evidence, arm)
+    changes, courses = Changes(run.header, run.results), []
+    for arm, name in enumerate(changes.names):
+        if arm and changes.metrics(0, arm).size:
+            spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, changes, arm)
             courses.append((name, charts.chart(f"course-{name}", spoken, paint, height=240)))
-    arms = zip(evidence.names, run.header.plan.arms, strict=True)
+    arms = zip(changes.names, run.header.plan.arms, strict=True)
     return {"courses": courses, "arms": dict(arms)}
 
 
-def _paint(evidence: Evidence, arm: int, figure: Figure, narrow: bool) -> None:
-    (a, b), course, axes = evidence.metrics(0, arm), evidence.course(arm), figure.subplots()
+def _paint(changes: Changes, arm: int, figure: Figure, narrow: bool) -> None:
+    (a, b), course, axes = changes.metrics(0, arm), changes.judged(arm).course, figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
     style: Any = {"fmt": "_", "ms": 12, "color": charts.CRITICAL, "capsize": 3}
     axes.errorbar(n[known], course.mean[known], course.half[known], **style)
     axes.plot(n, b - a, "o", color=charts.MUTED, ms=5)
     axes.axhline(0, color=charts.MUTED, linewidth=1)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.set(xlabel="pairs", ylabel=f"{evidence.names[arm]} minus A")
+    axes.set(xlabel="pairs", ylabel=f"{changes.names[arm]} minus A")

@@ -2,15 +2,17 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from steadygrad.studies import schema as shared
-from steadygrad.studies.schema import Count, Positive
+from steadygrad.studies.schema import Count, Positive, Training
 
 # Most pairs, and those of A with itself, where no setting says them.
 MOST, ITSELF = 100, 12
+# Squares of larger metrics would not be finite.
+LARGEST = 1e100
 EXAMPLE = "steadygrad ab --metric loss -- 'python a.py --seed {seed}' 'python b.py --seed {seed}'"
 TASK = (
     "Tasks (built-in, path/file.py:make_task), functions of a seed (path/file.py:train) or, with "
@@ -63,39 +65,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     largest_batch: Positive
 
 
-class Header(shared.Header, frozen=True, kw_only=True):
-    """Header of ``ab``."""
-
-    settings: Settings
-    plan: Plan
+Header = shared.HeaderOf[Settings, Plan]
 
 
-Metric = Annotated[float, Meta(ge=-1e100, le=1e100)]
+RESULTS = Training
 
 
-class Run(shared.Result, frozen=True, tag="run"):
-    """One run: the metric, or why it failed; ``time`` may hold its peak of memory in bytes.
-
-    ``again`` is the metric of a function that is called with the first pair's seed once more.
-    """
-
-    key_fields = ("arm", "pair")
-
-    arm: Count
-    pair: Annotated[int, Meta(ge=0, lt=1000)]
-    seed: Count
-    value: Metric | None
-    again: float | None = None
-    failure: str = ""
-
-
-RESULTS = Run
-
-
-def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Refuses a run that the plan does not have: expected, found."""
-    wrong = result is not None and result.arm >= len(header.plan.arms)
-    return ("a run that the plan has", f"arm = {result.arm}") if wrong else None
+Doubt = Literal["seed", "shared", "state"]
 
 
 class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
@@ -121,7 +97,7 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
     hours: float | None = None
     two_sigma: tuple[int, int] | None = None
     noise: float | None = None
-    doubt: Literal["seed", "shared", "state"] | None = None
+    doubt: Doubt | None = None
     arms: tuple[str, ...] = ()
 
 

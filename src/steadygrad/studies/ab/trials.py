@@ -1,11 +1,12 @@
 """The runs of ``ab``: a task that is trained, a function that is called, a command."""
 
 import inspect
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch.optim import SGD, Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.studies.ab.command import RunFailed, run_command
-from steadygrad.studies.ab.findings import Evidence
-from steadygrad.studies.ab.schema import ITSELF, MOST, Header, Plan, Run, Settings
-from steadygrad.studies.ab.sequence import pairs_needed
+from steadygrad.studies.ab.findings import Changes
+from steadygrad.studies.ab.schema import ITSELF, LARGEST, MOST, Header, Plan, Settings
+from steadygrad.studies.arms import train
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import main_order
+from steadygrad.studies.paired import pairs_needed
+from steadygrad.studies.schema import Training
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace, make_trainer
@@ -29,7 +31,7 @@ from steadygrad.tasks.load import load_function, load_task
 from steadygrad.tasks.start import digest_of
 
 # Pairs in which a function is called with the first pair's seed as well, before a verdict.
-AGAIN = 1, 4
+AGAIN = 1, 3
 EPOCHS = 10  # most passes over the data where no setting says them
 ROWS = TensorSamples(torch.eye(2))
 
@@ -107,28 +109,34 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     if isinstance(task.arms[0], Task):
         for arm in task.arms[1:]:
             make_trainer("ab", arm, settings, trainer.context).check_task()
-        evaluation = evaluation_cost(len(task.valid))
         span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed * workers
-        fitting = min(int(span / (ITSELF * count)) - evaluation, EPOCHS * len(task.train))
-        samples = max(1, settings.samples or fitting)
-    work, size = most * count * max(1, samples), task.batch_size
-    return Plan(arms=tuple(arms), samples=samples, work=work, largest_batch=size)
+        fitting = int(span / (ITSELF * count)) - evaluation_cost(len(task.valid))
+        samples = max(1, settings.samples or min(fitting, EPOCHS * len(task.train)))
+    work = most * count * cost_of(samples, len(task.valid))
+    return Plan(arms=tuple(arms), samples=samples, work=work, largest_batch=task.batch_size)
+
+
+def cost_of(samples: int, valid_size: int) -> int:
+    """Samples of work in a training and its evaluation; 1 for a command or a function."""
+    return samples + evaluation_cost(valid_size) if samples else 1
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The runs of all pairs until every B has its verdict; refused if the first one all failed."""
-    plan, evidence, found = header.plan, Evidence(header, results), list[Trial]()
-    arms, first = list(range(len(plan.arms))), [run for run in evidence.runs if run.pair == 0]
-    if len(first) == len(arms) and all(run.failure for run in first):
+    plan, changes, found = header.plan, Changes(header, results), list[Trial]()
+    arms = list(range(len(plan.arms)))
+    why = [changes.runs(arm)[0].failure for arm in arms if 0 in changes.runs(arm)]
+    if len(why) == len(arms) and all(why):
         raise InputError(
-            "Expected a metric in the first pair. Found that all its runs failed: "
-            f"{first[0].failure}. Remedy: mend that and begin anew, or first delete results/run-*."
+            f"Expected a metric in the first pair. Found that all its runs failed: {why[0]}. "
+            "Remedy: mend that and begin anew, or first delete results/training-*."
         )
-    decided, cost = [evidence.course(arm).decided for arm in arms], max(1, plan.samples)
+    decided = [changes.judged(arm).decided for arm in arms]
+    cost = cost_of(plan.samples, header.task.valid_size)
     # Before it, there is no verdict even if all differences are equal.
-    earliest = pairs_needed(1.0, 0.0, evidence.alpha) or evidence.pairs
-    for pair in range(evidence.pairs):
-        if pair >= earliest and (pair - earliest) % evidence.ahead == 0:
+    earliest = pairs_needed(1.0, 0.0, changes.alpha) or changes.pairs
+    for pair in range(changes.pairs):
+        if pair >= earliest and (pair - earliest) % changes.ahead == 0:
             whole = all(len(decided[arm]) >= pair for arm in arms)
             arms = [arm for arm in arms if arm == 0 or not decided[arm][:pair].any()]
             if not whole or len(arms) == 1:
@@ -136,70 +144,73 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
         # AB, BA: a machine that warms up, or slows down, favours none.
         turn = pair % len(arms)
         for arm in arms[turn:] + arms[:turn]:
-            found.append(_trial(arm, pair, cost, evidence.names[arm]))
+            key = ("training", arm, plan.samples, 0.0, pair)
+            found.append(Trial(key, cost, f"{changes.names[arm]}, pair {pair + 1}"))
     return found
 
 
-def _trial(arm: int, pair: int, cost: int, name: str) -> Trial:
-    job = {"kind": "run", "arm": arm, "pair": pair}
-    return Trial(("run", arm, pair), cost, lambda results: job, f"{name}, pair {pair + 1}")
-
-
-def run(plan: Plan, place: Workplace, arm: int, pair: int) -> Run:
+def training(
+    plan: Plan, place: Workplace, arm: int, samples: int, step: float, seed: int
+) -> Training:
     """One run; those of a pair share the seed, the initial weights, and the order of the data."""
     task: Any = place.trainer.task
     with guarded("An arm of the record's plan"):
         own = task.arms[arm]
-    settings, context = place.header.settings, place.trainer.context
     # A that is compared with itself has seeds of its own: there are at most 1,000 pairs.
-    number = pair + 1000 * arm * (plan.arms[arm] == plan.arms[0])
-    seed, value, failure, again = settings.seed + number, None, "", None
-    took: Mapping[str, float] = {}
+    number = seed + 1000 * arm * (plan.arms[arm] == plan.arms[0])
     # The kind of error that is the arm's own.
     fault = Diverged if isinstance(own, Task) else RunFailed if isinstance(own, str) else InputError
+    loss, again, took, began = math.inf, None, dict[str, float](), time.monotonic()
     try:
-        if isinstance(own, Task):
-            value = _trained(place, own, arm, number)
-        elif isinstance(own, str):
-            command, cwd = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
-            value, took = run_command(command, cwd, settings, context.poll)
-        else:
-            began = time.monotonic()
-            value = _called(place, own, seed, number)
-            took = {"seconds": round(time.monotonic() - began, 3)}
+        loss, peak = _metric(place, own, arm, number)
+        took = {"seconds": round(time.monotonic() - began, 3), **peak}
+        failure = "" if abs(loss) < LARGEST else f"the metric is {loss}"
+        if callable(own) and seed in AGAIN and not failure:
             with suppress(InputError):  # of the first pair's run
-                again = _called(place, own, seed - pair, number - pair) if pair in AGAIN else None
-        # Squares of others would be zero or infinite.
-        value = value if not abs(value) < 1e-100 else 0.0
-        failure = "" if abs(value) < 1e100 else f"the metric is {value}"
+                again = _metric(place, own, arm, number - seed)[0]
     except fault as error:
         failure = str(error).partition(" Remedy:")[0]
-    place.advance(max(1, plan.samples), "")
-    value, again = (None, None) if failure else (value, again)
-    return Run(arm=arm, pair=pair, seed=seed, value=value, again=again, failure=failure, time=took)
+    if not samples:
+        place.advance(1, "")
+    return Training(
+        arm=arm,
+        samples=samples,
+        step=step,
+        seed=seed,
+        lr=0.0,
+        # The square of less would be zero.
+        loss=math.inf if failure else loss if abs(loss) >= 1e-100 else 0.0,
+        failure=failure,
+        again=again,
+        time=took,
+    )
 
 
-def _called(place: Workplace, function: Callable[[int], float], seed: int, number: int) -> float:
+TRIALS = {"training": training}
+
+
+def _metric(place: Workplace, own: Arm, arm: int, number: int) -> tuple[float, dict[str, int]]:
+    """The metric of an arm with a seed, and of a command the peak of its memory."""
+    settings, context = place.header.settings, place.trainer.context
+    if isinstance(own, Task):
+        return _validation_loss(place, own, arm, number), {}
+    seed = settings.seed + number
+    if isinstance(own, str):
+        command, folder = own.replace("{seed}", str(seed)), str(place.header.time.get("folder"))
+        return run_command(command, folder, settings, context.poll)
     with guarded("The function"):
         place.trainer.seed_everything("run", number)
-        return float(function(seed))
+        return float(own(seed)), {}
 
 
-TRIALS = {"run": run}
-
-
-def _trained(place: Workplace, task: Task, arm: int, number: int) -> float:
-    """The validation loss of a task; its trainer is made when it is first needed."""
-    trainer, samples = place.trainer, place.header.plan.samples
-    if arm and f"{arm}" not in place.tools:
-        trainer = make_trainer("ab", task, place.header.settings, trainer.context)
+def _validation_loss(place: Workplace, task: Task, arm: int, number: int) -> float:
+    """That of a task at the end; its trainer is made when it is first needed."""
+    trainers = {"0": place.trainer, **place.tools}
+    if str(arm) not in trainers:
+        trainer = make_trainer("ab", task, place.header.settings, place.trainer.context)
         trainer.check_task()
-        place.tools = {**place.tools, f"{arm}": trainer}
-    trainer = place.tools[f"{arm}"] if arm else trainer
-    trainer.restart(number)
-    trainer.seed_everything("run", number)
-    order, size = main_order(len(trainer.task.train), trainer.seed, number), trainer.task.batch_size
-    samples = max(1, samples // size) * size  # whole steps
-    for _ in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
-        pass
-    return float(trainer.evaluate())
+        place.tools = trainers = {**trainers, str(arm): trainer}
+    size = task.batch_size
+    samples = max(1, place.header.plan.samples // size) * size  # whole steps
+    own, rate = replace(place, trainer=trainers[str(arm)]), Rate(total=samples)
+    return train(own, size, samples, number, rate, must_hold=True)[-1][1]

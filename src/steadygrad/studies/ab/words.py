@@ -5,7 +5,7 @@ import re
 
 from steadygrad.studies.ab.schema import Comparison, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, listed, show
+from steadygrad.studies.text import listed, show, unfinished
 
 DOUBTS = {
     "seed": "Cannot tell: it seems that the seed does not reach {0}, whose metric hardly varies in "
@@ -53,7 +53,7 @@ def sentence(found: Comparison, s: Summary) -> str:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    end = [f"The study {ENDS[s.status]}; --resume continues it."] if s.status in ENDS else []
+    end = unfinished(s.status)
     for arm in s.arms:
         if arm.failed:
             why = arm.failure.rstrip(".")

@@ -23,7 +23,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     rates = _rates(found)
     findings = (
         recommendation,
-        schema.Unfinished() if status in ("interrupted", "failed") else None,
         *rates,
         _larger(found),
     )

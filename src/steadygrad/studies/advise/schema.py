@@ -1,7 +1,7 @@
 """Types of ``advise``: what is chosen and planned, what trials give, and what is concluded."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -71,11 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.arms[-1]
 
 
-class Header(schema.Header, frozen=True, kw_only=True):
-    """Header of ``advise``."""
-
-    settings: Settings
-    plan: Plan
+Header = schema.HeaderOf[Settings, Plan]
 
 
 class NoiseAt(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,12 +96,6 @@ class Noise(Result, frozen=True, tag="noise"):
 
 
 RESULTS = Training | Noise
-
-
-def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Refuses a training of an arm that the plan does not have: expected, found."""
-    wrong = isinstance(result, Training) and result.arm >= len(header.plan.arms)
-    return ("an arm that the plan has", f"arm = {result.arm}") if wrong else None
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,10 +193,6 @@ class Larger(Finding, frozen=True, tag="larger"):
     run: Checked
 
 
-class Unfinished(Finding, frozen=True, tag="unfinished"):
-    """The study was interrupted, or it failed."""
-
-
 class Summary(schema.Summary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
@@ -222,7 +208,7 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     batch_size: int
     lr: float
     tolerance: float
-    findings: tuple[Recommendation | RateVerdict | Larger | Unfinished, ...]
+    findings: tuple[Recommendation | RateVerdict | Larger, ...]
     recommendation: Recommendation
     rates: tuple[RateVerdict, ...]
     checked: tuple[Checked, ...]

@@ -29,7 +29,7 @@ from steadygrad.studies.work import Workplace
 
 __all__ = ["TRIALS", "plan_for", "trials_of"]
 
-# Micro-batches of a step in which the noise scale is measured, at least; parts of the training.
+# Fewest micro-batches of a step in which the noise scale is measured; parts of the training.
 MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 
 
@@ -119,13 +119,11 @@ def _averaged(curve: Sequence[tuple[int, float]], marks: Sequence[int]) -> tuple
 def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
     """Measures the gradient noise scale along the smallest batch's training, in micro-batches."""
     trainer, world, size = place.trainer, place.trainer.context.size, plan.batch_size
-    share = size // world
-    # Of one size, and at most so many as fit.
-    sizes = (n for n in range(1, share + 1) if share % n == 0 and n <= trainer.micro_batch_size)
-    micro = max((n for n in sizes if n * MICRO_BATCHES <= share), default=share)
-    if micro == size:  # one gradient a step has no spread
+    if size < MICRO_BATCHES:  # one gradient a step has no spread
         return Noise(samples=samples, points=())
-    trainer.micro_batch_size = micro
+    # As few as there may be, of one size, so that any number of processes has the same ones.
+    most = min(trainer.micro_batch_size, size // MICRO_BATCHES)
+    trainer.micro_batch_size = max(n for n in range(1, most + 1) if size // world % n == 0)
     trainer.restart(0)
     trainer.seed_everything("run", 0)
     scale = NoiseScale(trainer.wrapped, samples=trainer.micro_batch_size, scaler=trainer.scaler)

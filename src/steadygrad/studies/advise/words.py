@@ -1,14 +1,12 @@
 """The findings in words: one template for each kind, the answer, the remarks, and the table."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
 from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, percent, plural, show
+from steadygrad.studies.text import percent, plural, show, unfinished
 
 HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict", "steps", "seeds")
 
@@ -62,14 +60,9 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
     # What failed above the advised batch is in the answer or in the table.
-    found = [found for found in s.findings[1:] if not isinstance(found, schema.Larger)]
-    said = (TEMPLATES[type(each)](each, s) for each in found)
-    return tuple([text for text in said if text][:3])
-
-
-def _unfinished(found: schema.Unfinished, s: Summary) -> str:
-    more = "" if s.status == "failed" else "; --resume continues it"
-    return f"The study {ENDS[s.status]} before its budget was over{more}."
+    said = [_rate(found, s) for found in s.rates]
+    # A budget is over by design.
+    return tuple([*unfinished(s.status.replace("budget", "complete")), *filter(None, said)][:3])
 
 
 def _rate(found: schema.RateVerdict, s: Summary) -> str:
@@ -84,12 +77,6 @@ def _rate(found: schema.RateVerdict, s: Summary) -> str:
     interval = f"95% confidence interval {-best.high:.2g} to {-best.low:.2g}"
     lower = f"its validation loss is lower by {-best.mean:.2g} ({interval})"
     return f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
-
-
-TEMPLATES: dict[type, Callable[[Any, Summary], str]] = {
-    schema.Unfinished: _unfinished,
-    schema.RateVerdict: _rate,
-}
 
 
 def too_little(s: Summary) -> str | None:

@@ -24,7 +24,6 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         proposal = None if verdict == "unseen" else replace(proposal, code=words.code(proposal))
     findings = (
         schema.Verdict(verdict=verdict),
-        None if status == "complete" else schema.Unfinished(),
         _forward(phases),
         *_effects(found, "nonfinite_at_any_scale"),
         schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,

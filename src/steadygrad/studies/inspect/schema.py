@@ -1,7 +1,7 @@
 """Types of ``inspect``: what is chosen and planned, what trials give, and what is concluded."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -54,11 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.batch_size
 
 
-class Header(schema.Header, frozen=True, kw_only=True):
-    """Header of ``inspect``."""
-
-    settings: Settings
-    plan: Plan
+Header = schema.HeaderOf[Settings, Plan]
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,11 +117,6 @@ class Phase(Result, frozen=True, tag="phase"):
 
 
 RESULTS = Part | Phase
-
-
-def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Every part can be made sense of."""
-    return None
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,10 +203,6 @@ class Verdict(Finding, frozen=True, tag="verdict"):
     verdict: VerdictName
 
 
-class Unfinished(Finding, frozen=True, tag="unfinished"):
-    """The study ended before all steps were trained."""
-
-
 class Forward(Finding, frozen=True, tag="forward"):
     """Steps, of all of a training's, whose forward pass was not finite, by cause."""
 
@@ -237,7 +224,7 @@ class Effect(Finding, frozen=True, tag="effect"):
     layers: dict[str, float]
 
 
-Findings = Verdict | Unfinished | Forward | Remedy | Effect
+Findings = Verdict | Forward | Remedy | Effect
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):

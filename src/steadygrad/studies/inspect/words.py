@@ -7,7 +7,7 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, TITLES, Proposal, Seen, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import ENDS, listed
+from steadygrad.studies.text import ENDS, listed, unfinished
 
 EFFECTS = {
     "nonfinite_at_any_scale": "Look for the cause in the backward pass of {}, or train it in "
@@ -81,14 +81,12 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    return tuple(_remark(found, s) for found in s.findings[1:4])
+    said = (_remark(found, s) for found in s.findings[1:])
+    return tuple([*unfinished(s.status), *said][:3])
 
 
 def _remark(found: schema.Findings, s: Summary) -> str:
     match found:
-        case schema.Unfinished():
-            more = "" if s.status == "failed" else "; --resume continues it"
-            return f"The study {ENDS[s.status]} before all steps were trained{more}."
         case schema.Forward():
             worst = sorted(found.causes.items(), key=lambda pair: -pair[1])
             said = "; ".join(f"in {_steps(count)} {cause}" for cause, count in worst)

@@ -13,7 +13,7 @@ from steadygrad.studies.advise import words
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
-from steadygrad.studies.advise.schema import Larger, Noise, Summary, Unfinished
+from steadygrad.studies.advise.schema import Larger, Noise, Summary
 from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.paired import looked
 from steadygrad.studies.schema import Training
@@ -101,8 +101,6 @@ def test_no_finding_contradicts_a_number(first):
         if larger := found(summary, Larger):
             assert not larger.run.within
             assert larger.run.batch_size > (advised.batch_size or summary.batch_size)
-        unfinished = summary.status in ("interrupted", "failed")
-        assert (found(summary, Unfinished) is not None) == unfinished
         assert (advised.batch_size is None) == (advised.why != "")
         assert (advised.minutes is None) == (advised.why != "undecided")
         assert (advised.why == "flat") == (evidence.length == 0)

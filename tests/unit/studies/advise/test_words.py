@@ -58,14 +58,16 @@ FLAT = {"recommendation": schema.Recommendation(why="flat")}
         (12, rate(""), {}, ["0.001 fits batch 8 over 4,096 sequences is not known after 4 seeds"]),
         # An answer that hangs on a condition opens with it.
         (12, rate("low"), {"rates": (rate("low"),)}, ["until then train at batch 12 with"]),
-        (None, schema.Unfinished(), FLAT, ["validation loss of batch 8 does not"]),
-        (12, schema.Unfinished(), {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
+        (None, None, FLAT, ["validation loss of batch 8 does not"]),
+        (12, None, {"status": "interrupted"}, ["Preliminary: for", "--resume"]),
     ],
 )
 def test_sentences(summary, size, finding, fields, parts):
     known = {"why": "" if size else "undecided", "lr": 0.00122, "samples": 4096, "minutes": 1.2}
     advice = schema.Recommendation(batch_size=size, **known)
-    found = replace(summary, recommendation=advice, findings=(advice, finding), rates=())
+    rates = (finding,) if isinstance(finding, schema.RateVerdict) else ()
+    findings = (advice, finding) if finding else (advice,)
+    found = replace(summary, recommendation=advice, findings=findings, rates=rates)
     found = replace(found, checked=(run(),), **fields)
     said = " ".join((words.answer(found), *words.remarks(found)))
     assert [part for part in parts if part not in said] == []

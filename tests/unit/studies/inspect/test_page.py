@@ -110,7 +110,7 @@ def test_a_partial_run_says_so(phases):
     text = render(made_run(*results))
     assert "no result yet" in text
     assert ("Where the bits go" in text) == bool(phases)
-    assert "budget before all steps" in render(made_run(*results, status="budget"))
+    assert "ran out of its budget" in render(made_run(*results, status="budget"))
 
 
 @pytest.mark.parametrize(
