@@ -1,4 +1,4 @@
-"""Whether moments in eight bits train as those in float32 do, by the statistics of `compare`.
+"""Whether moments in eight bits train as those in float32 do, by the test of `compare`.
 
 An optimizer's learning rate is tuned once, in float32: octaves from its default until the best one
 has worse neighbours. Both kinds of states then train at that rate on the same fresh seeds, as long,
@@ -19,11 +19,11 @@ from side_by_side import hardware
 from steadygrad.optim.codes import is_coded
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.compare.statistics import compare_pairs
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
+from steadygrad.studies.paired import ALPHA, compare
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import load_task
 
@@ -61,19 +61,23 @@ def pairs(trainer: Trainer, entry: Entry, seeds: int) -> tuple[float, np.ndarray
 
 
 def judge(trainer: Trainer, names: list[str], seeds: int) -> None:
-    """Prints a task's table; Holm's rule is over its optimizers."""
+    """Prints a task's table; all its intervals hold together."""
     name, sizes = trainer.task.name, {p: p.numel() for p in trainer.model.parameters()}
     coded = sum(size for p, size in sizes.items() if is_coded(p, {"state_dtype": "8bit"}))
     entries = entries_of(Settings(optimizers=",".join(names)), trainer.task)
     rates, losses = zip(*(pairs(trainer, entries[key], seeds) for key in names), strict=True)
     share = f"{coded / sum(sizes.values()):.1%} of {sum(sizes.values()):,} are coded"
     print(f"\n{name}, {STEPS[name]:,} steps: {share}.\n\n| {HEAD} |\n{'| --- ' * 6}|")
-    judged = compare_pairs([x[:, 1] - x[:, 0] for x in losses])
-    for key, lr, x, d in zip(names, rates, losses, judged, strict=True):
+    alpha = ALPHA / len(names)
+    for key, lr, x in zip(names, rates, losses, strict=True):
         mean, spread = x[:, 0].mean(), x[:, 0].std(ddof=1)
-        apart = f"{d.mean:+.2g} ({d.confidence:.1%}: {d.low:+.2g} to {d.high:+.2g})"
-        part = f"{d.low / mean:+.2%} to {d.high / mean:+.2%}"
-        print(f"| {key} | {lr:.3g} | {mean:.4g}, {spread:.2g} | {apart} | {part} | {d.verdict} |")
+        found = compare(*np.where(np.isfinite(x), x, np.nan).T, alpha)
+        apart, half = found.mean[-1], found.half[-1]
+        low, high = apart - half, apart + half
+        verdict = "cannot tell" if low <= 0 <= high else "better" if high < 0 else "worse"
+        text = f"{apart:+.2g} ({1 - alpha:.1%}: {low:+.2g} to {high:+.2g})"
+        part = f"{low / mean:+.2%} to {high / mean:+.2%}"
+        print(f"| {key} | {lr:.3g} | {mean:.4g}, {spread:.2g} | {text} | {part} | {verdict} |")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from textwrap import fill
 
 from side_by_side import hardware, save
 
-VERDICTS = "| optimizer | batch | after | loss | minus AdamW's | AdamW's samples | verdict |"
+VERDICTS = "| optimizer | batch | seeds | loss | minus AdamW's | AdamW's samples | verdict |"
 TUNED = "| optimizer | batch | rate | interior |"
 
 
@@ -37,19 +37,20 @@ def report(summary: dict, title: str) -> str:
     """The verdicts in words, and as tables."""
     names = summary["optimizers"]
     verdicts = [VERDICTS, "| --- " * 7 + "|"]
-    for row in summary["verdicts"]:
+    rows = [row for row in summary["findings"] if row["kind"] == "verdict"]
+    for row in sorted(rows, key=lambda row: row["arm"]):
         ratio = row["sample_ratio"]
         saved = ratio and f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
         apart = f"{_number(row['mean'])} ({_number(row['low'])} to {_number(row['high'])})"
         verdicts.append(
-            f"| {names[row['optimizer']]} | x{row['multiple']} | {row['samples']:,} "
+            f"| {names[row['optimizer']]} | {row['batch_size']} | {row['pairs']} "
             f"| {_number(fmean(map(float, row['losses'].values())))} | {apart} "
             f"| {saved or '-'} | {row['verdict']} |"
         )
     tuned = [TUNED, "| --- " * 4 + "|"]
     for row in summary["tuned"]:
         tuned.append(
-            f"| {names[row['optimizer']]} | x{row['multiple']} | {row['lr']:.3g} "
+            f"| {names[row['optimizer']]} | {row['batch_size']} | {row['lr']:.3g} "
             f"| {'yes' if row['interior'] else 'no'} |"
         )
     said = (summary["answer"], *summary["remarks"])

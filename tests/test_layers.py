@@ -61,13 +61,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 793,
+    "cli": 789,
     "integrations": 949,
-    "studies": 3513,
-    "studies/advise": 2285,
-    "studies/compare": 1963,
-    "studies/inspect": 1249,
-    "studies/ab": 1025,
+    "studies": 3649,
+    "studies/advise": 1307,
+    "studies/compare": 1478,
+    "studies/inspect": 1250,
+    "studies/ab": 1012,
     "tasks": 1705,
     "noise": 2551,
     "balance": 1206,

@@ -25,6 +25,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume, start
+from steadygrad.studies.schema import Training as Result
 from steadygrad.studies.trainer import Trainer
 from tests.distributed import ranks
 from tests.unit.studies import framework
@@ -39,8 +40,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 # Every exchange between processes waits for the slower one: fewer steps than elsewhere.
 ADVISE = changed(SMALL, samples=64)
 ALL = comparisons.ALL
-COMPARE = comparisons.planned(optimizers=ALL, horizons=(16, 32, 64), seeds=2, full=False)
-SMALLER = changed(COMPARE, optimizers=("adamw", "lans"))
+COMPARE = comparisons.planned(ALL, samples=16, pairs=5)
+SMALLER = comparisons.planned(("adamw", "lans"), samples=64, pairs=4)
 STEPS = 16  # of a phase of inspect
 CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
 
@@ -170,15 +171,15 @@ def test_two_processes_advise_what_one_does(one, folder, name):
 
 def test_two_processes_compare_as_one_does(one, folder):
     single, shared = read_run(one / "compare"), read_run(folder / "compare-fsdp2")
-    runs = {run.key: run for run in single.select(schema.Run)}
-    searched = {key for key, run in runs.items() if not run.repeat and run.samples == 16}
-    assert len(searched) >= 5 * len(ALL)
-    pairs = [(runs[run.key], run) for run in shared.select(schema.Run) if run.key in runs]
-    assert {own.key for own, _ in pairs} >= searched
+    runs = {run.key: run for run in single.select(Result) if run.step in (-1, 0, 1)}
+    # At least the search; the rates that it finds may differ.
+    assert len(runs) >= 6 * len(ALL)
+    pairs = [(runs[run.key], run) for run in shared.select(Result) if run.key in runs]
+    assert len(pairs) >= 6 * len(ALL)
     for own, other in pairs:
         # Sums in another order over at most 16 steps; Muon orthogonalises in bfloat16, whose
         # rounding is 2^-8. A rank's samples lost or seen twice show in the first digit.
-        near = 2e-2 if own.optimizer == "muon" else 1e-4
+        near = 2e-2 if ALL[own.arm] == "muon" else 1e-4
         assert other.loss == pytest.approx(own.loss, rel=near), own.key
     speeds = [run.select(schema.Speed)[0].state_bytes for run in (single, shared)]
     assert speeds[1] == pytest.approx(speeds[0], rel=1e-6)

@@ -11,17 +11,16 @@ from markupsafe import Markup
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
-from steadygrad.studies.text import clean, short, size
+from steadygrad.studies.text import clean, size
 
 Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule", "band")
+NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule")
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
-INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE, BAND = VARIABLES
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE = VARIABLES
 
 WIDE, NARROW, PANEL = 800, 380, 240
 
@@ -111,17 +110,6 @@ def cross(axes: Axes, x: float) -> None:
     """Marks a run that diverged, at the upper edge."""
     where = axes.get_xaxis_transform()
     axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
-
-
-def samples_axis(axes: Axes, low: float, high: float, sample: str, *, narrow: bool) -> None:
-    """Makes x a logarithmic axis of samples seen, with readable ticks."""
-    decades = len(str(int(high / low)))
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5] if decades <= 3 - narrow else [1]))
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
-    axes.minorticks_off()
-    axes.set_xlabel(f"{label(sample)} seen")
 
 
 def octaves_axis(

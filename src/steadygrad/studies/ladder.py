@@ -76,18 +76,22 @@ class Ladder:
         return [math.inf if loss is None else loss for loss in found]
 
     @property
-    def tuned(self) -> float | None:
-        """Octaves of the best rate above the arm's own; None while that is not known.
+    def minimum(self) -> float | None:
+        """Octaves above the arm's own rate at which the loss is lowest; None while not known.
 
         It is where the parabola through the lowest loss and its neighbours has its minimum, to a
-        quarter of an octave, so that no arm profits from where its ladder begins. It is lower where
-        a training at that rate diverged.
+        quarter of an octave, so that no arm profits from where its ladder begins.
         """
         if None in self.losses.values():
             return None
-        (below, _, above), step = self._near(), float(self.best)
-        if 0 < self.bend < math.inf:
-            step += round(2 * (below - above) / self.bend) / 4
-        while math.inf in self._tried(step).values():
+        below, _, above = self._near()
+        is_bowl = 0 < self.bend < math.inf
+        return self.best + (round(2 * (below - above) / self.bend) / 4 if is_bowl else 0.0)
+
+    @property
+    def tuned(self) -> float | None:
+        """The same, but lower where a training at that rate diverged."""
+        step = self.minimum
+        while step is not None and math.inf in self._tried(step).values():
             step -= 0.25
         return step

@@ -77,11 +77,6 @@ class RateSetter:
                 _keep_half_life(group, options, size / task.batch_size, factor)
         self._rates[:] = [_rates(self._optimizer)]
 
-    def note(self, *_: Any) -> None:
-        """Notes rates that have changed; within a step, also those that are put back."""
-        if (rates := _rates(self._optimizer)) != self._rates[-1]:
-            self._rates.append(rates)
-
     def check(self, found: str = "") -> None:
         """Refuses an optimizer that has changed a rate since it was set, or was ``found`` to."""
         for rates in (*self._rates, _rates(self._optimizer)):

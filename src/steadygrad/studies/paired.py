@@ -73,36 +73,34 @@ class Prior:
 NOTHING = Prior()
 
 
-def half_width(pairs: Floats, variance: Any, alpha: float, prior: Prior = NOTHING) -> Floats:
+def half_width(
+    pairs: Floats, variance: Any, alpha: float, prior: Prior = NOTHING, choice: float = 0.0
+) -> Floats:
     """From the mean to the interval's ends; infinite for too few pairs.
 
-    ``variance``: that of the pairs' own differences; it broadcasts with ``pairs``.
+    ``variance``: that of the pairs' own differences; it broadcasts with ``pairs``. ``choice``:
+    variance that all differences have in common, such as that of learning rates that were chosen by
+    noisy runs: the interval is as many standard errors wide, of a mean that has it too.
     """
     g, freedom = EFFECT_VARIANCE, pairs + prior.freedom
     limit = -np.expm1(-(2 * math.log(1 / alpha) + np.log1p(g * pairs)) / freedom)
     margin = g * pairs / (1 + g * pairs) - limit
     squares = prior.freedom * prior.variance + (pairs - 1) * variance
+    squares = squares + (freedom - 1) * pairs * choice
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = limit / (pairs * margin)
     return np.asarray(np.where(margin > 0, np.sqrt(np.abs(ratio) * squares), np.inf))
 
 
 def intervals(differences: Floats, alpha: float, choice: float = 0.0) -> tuple[Floats, Floats]:
-    """Mean and half width after each pair, for differences of shape ``(*, pairs)``.
-
-    ``choice``: variance that all differences have in common, such as that of learning rates that
-    were chosen by noisy runs.
-    """
+    """Mean and half width after each pair, for differences of shape ``(*, pairs)``."""
     n = np.arange(1.0, 1 + differences.shape[-1])
     # From the first one: squares of large numbers would lose small deviations.
     shifted = differences - differences[..., :1]
     mean = shifted.cumsum(-1) / n
     squares = np.maximum((shifted**2).cumsum(-1) - n * mean**2, 0.0)
     variance = squares / np.maximum(n - 1, 1)
-    half = half_width(n, variance, alpha)
-    # As many standard errors, of a mean that has the common variance too.
-    wider = np.divide(choice * n, variance, out=np.zeros_like(variance), where=variance > 0)
-    return differences[..., :1] + mean, half * np.sqrt(1 + wider)
+    return differences[..., :1] + mean, half_width(n, variance, alpha, choice=choice)
 
 
 def interval(
@@ -115,13 +113,18 @@ def interval(
 
 
 def pairs_needed(
-    mean: float, variance: float, alpha: float, smallest: float = 0.0, prior: Prior = NOTHING
+    mean: float,
+    variance: float,
+    alpha: float,
+    smallest: float = 0.0,
+    prior: Prior = NOTHING,
+    choice: float = 0.0,
 ) -> int | None:
     """Pairs that should tell if mean and variance stay as they are; None beyond ten thousand.
 
     ``smallest``: the smallest difference that matters.
     """
-    half = half_width(np.arange(1.0, BEYOND + 1), variance, alpha, prior)
+    half = half_width(np.arange(1.0, BEYOND + 1), variance, alpha, prior, choice)
     tells = (half < abs(mean)) | (abs(mean) + half <= smallest)
     return 1 + int(tells.argmax()) if tells.any() else None
 

@@ -27,7 +27,7 @@ Chosen = TypeVar("Chosen")
 Planned = TypeVar("Planned")
 
 # Version of the folder's format.
-SCHEMA = 4
+SCHEMA = 5
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask", "executor", "pairs")
 # Names of the built-in tasks.

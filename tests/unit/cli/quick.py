@@ -17,7 +17,7 @@ __all__ = ["ROOT", "STUDIES", "program", "quick", "run_program", "tiny"]
 # on the clock.
 STUDIES = {
     "advise": ["--budget", "10h", "--samples", "256", "--seeds", "4"],
-    "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "128", "--seeds", "2"],
+    "compare": ["--budget", "10h", "--optimizers", "lans", "--samples", "160", "--seeds", "4"],
     "inspect": ["--budget", "10h", "--steps", "64"],
 }
 

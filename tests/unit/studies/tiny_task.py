@@ -84,7 +84,7 @@ other_data = partial(make_task, provenance={"corpus": "made up", "sha256": "1" *
 diverging = partial(make_task, make_optimizer=lambda ps, lr: torch.optim.SGD(ps, lr=1e9 * lr))
 
 
-def diverging_branches() -> Task:
+def diverging_above() -> Task:
     """Stable at its own learning rate, unstable at 8 times it; then the loss is not finite."""
 
     def brittle(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,171 +1,243 @@
-"""From results to numbers: the verdicts, the searches and the critical batch sizes."""
+"""From results to numbers: the searches for rates, the verdicts, and the samples saved."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import cached_property
-from statistics import fmean
+from typing import Literal
 
 import numpy as np
-from msgspec.structs import asdict
+from msgspec.structs import replace
+from scipy import special
 
 from steadygrad.studies.compare.schema import (
     BASELINE,
+    LEAST_RATIO,
+    MOST_RATIO,
     Cost,
-    Critical,
     Header,
+    Plan,
     Ratio,
-    Run,
     Speed,
     Tuned,
     Verdict,
 )
-from steadygrad.studies.compare.search import Search
-from steadygrad.studies.compare.statistics import choice_variance, compare_pairs, sample_ratio
 from steadygrad.studies.folder import Results
-from steadygrad.studies.statistics import Floats
+from steadygrad.studies.ladder import SEEDS, Ladder
+from steadygrad.studies.paired import (
+    ALPHA,
+    BEYOND,
+    Evidence,
+    compare,
+    half_width,
+    next_look,
+    pairs_needed,
+)
+from steadygrad.studies.schema import Training
 
-# Extra samples at the critical batch size, as in `advise`.
-CRITICAL = 0.2
+# Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
+# quarter of an octave; and the largest that noise can cause, as of a uniform draw from the two
+# octaves on either side of the best rate.
+LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
+# Exponents of a loss curve: the usual one of power laws, and two that it lies between.
+USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
 
-class Evidence:
-    """A run's header and results, and the numbers that are derived from them."""
+class Optimizers(Evidence):
+    """A run's trainings, and what they say of each arm, by its number."""
+
+    plan: Plan
 
     def __init__(self, header: Header, results: Results) -> None:
-        self.plan, self.results = header.plan, results
-        self.searches = {m: Search(header.plan, results, m) for m in header.plan.multiples}
+        super().__init__(header, results)
+        arms = range(len(self.plan.arms))
+        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
         """Costs of a step by optimizer; empty where they were not measured."""
         speed = self.results.get(Speed)
-        if speed is None or not speed.time.get(BASELINE):
+        base = speed.time.get(BASELINE) if speed else None
+        if speed is None or not base or not speed.state_bytes.keys() <= speed.time.keys():
             return {}
-        return {
-            name: Cost(time_ratio=speed.time[name] / speed.time[BASELINE], state_bytes=held)
-            for name, held in speed.state_bytes.items()
-            if name in speed.time
-        }
+        held = speed.state_bytes.items()
+        return {n: Cost(time_ratio=speed.time[n] / base, state_bytes=size) for n, size in held}
 
-    def runs(self, name: str, multiple: int, rung: int) -> dict[int, Run]:
-        """Runs of an optimizer's verdict, by seed."""
-        key = name, multiple, self.plan.horizons[rung], self.searches[multiple].tuned(name, rung)
-        seeds = range(1, 1 + self.plan.seeds)
-        return {seed: run for seed in seeds if (run := self.results.get(Run, *key, seed))}
+    def step(self, arm: int) -> float | None:
+        """Octaves of the tuned rate above the arm's own; None where the search is not done."""
+        return 0.0 if self.plan.has_own_rate(arm) else self.ladders[arm].minimum
 
-    def octave(self, name: str, multiple: int) -> dict[int, float]:
-        """By how much an optimizer's loss falls with twice the samples, by seed."""
-        short, long = (self.runs(name, multiple, rung) for rung in (1, 2))
-        return {seed: _less(short[seed], long[seed]) for seed in short.keys() & long.keys()}
+    def pairs(self, arm: int, samples: int = 0) -> Mapping[int, Training]:
+        """An arm's trainings at its tuned rate, by seed. Default: those of the whole length."""
+        step = self.step(arm)
+        found = {} if step is None else self.trainings(arm, samples or self.plan.samples, step)
+        return {seed: run for seed, run in found.items() if seed < self.plan.pairs}
 
-    def verdicts(self, multiple: int) -> Iterator[Verdict]:
-        """One for each optimizer and horizon; those of fewer than two pairs are left out."""
-        octave = self.octave(BASELINE, multiple)
-        for rung in (1, 2):
-            base, pairs = self.runs(BASELINE, multiple, rung), {}
-            for name in self.plan.optimizers[1:]:
-                own = self.runs(name, multiple, rung)
-                seeds = sorted(own.keys() & base.keys())
-                if len(seeds) > 1:
-                    pairs[name] = own, seeds, np.array([_less(own[s], base[s]) for s in seeds])
-            choices = {name: self._choice(multiple, name, rung, pairs[name][2]) for name in pairs}
-            differences, family = [own[2] for own in pairs.values()], len(self.plan.optimizers) - 1
-            judged = compare_pairs(differences, [*choices.values()], family=family)
-            for (name, (own, seeds, apart)), found in zip(pairs.items(), judged, strict=True):
-                # The ratio uses all pairs of the verdict or is not computed, so that the two never
-                # contradict each other.
-                falls, choice = np.array([octave.get(s, math.nan) for s in seeds]), choices[name]
-                ratio = sample_ratio(apart, falls, found.confidence, ahead=rung == 1, choice=choice)
-                losses, others = ({s: runs[s].end for s in seeds} for runs in (own, base))
-                yield Verdict(
-                    **asdict(found),
-                    optimizer=name,
-                    multiple=multiple,
-                    samples=self.plan.horizons[rung],
-                    lr=own[seeds[0]].lr,
-                    baseline_lr=base[seeds[0]].lr,
-                    loss=fmean(losses.values()),
-                    baseline_loss=fmean(others.values()),
-                    lost=sum(map(math.isinf, losses.values())),
-                    baseline_lost=sum(map(math.isinf, others.values())),
-                    sample_ratio=ratio,
-                    # Steps were timed at the task's own batch size.
-                    time_ratio=_time_ratio(ratio, self.costs.get(name)) if multiple == 1 else None,
-                    losses={str(seed): loss for seed, loss in losses.items()},
-                    baseline_losses={str(seed): loss for seed, loss in others.items()},
-                )
+    @cached_property
+    def verdicts(self) -> dict[int, Verdict]:
+        """By arm, as they were at the first look that was final, or else at the last one."""
+        found = {arm: self._verdict(arm) for arm in self.plan.compared}
+        return {arm: verdict for arm, verdict in found.items() if verdict}
 
-    def _choice(self, multiple: int, name: str, rung: int, differences: Floats) -> float:
-        """Variance of a mean difference that comes from the choice of both learning rates."""
-        if not np.isfinite(differences).all():
-            return 0.0
-        # Seeds are paired: of two runs' own noise.
-        noise, search = float(differences.var(ddof=1)) / 2, self.searches[multiple]
-        return sum(choice_variance(search.bend(n, rung), noise) for n in (name, BASELINE))
+    def wanted(self, arm: int) -> int:
+        """Paired seeds that an arm is to be trained with: up to the next look, if it needs one.
 
-    def tuned(self, multiple: int, name: str) -> Tuned:
-        """The search for one optimizer and batch size."""
-        search = self.searches[multiple]
-        rungs, step = range(search.last + 1), search.tuned(name, search.last)
-        tried = {rung: search.tried(name, rung) for rung in rungs}
-        is_done = all(len(tried[rung]) == len(search.ladders(rung)[name]) for rung in rungs)
-        runs = (run for run in self.results.select(Run) if run.optimizer == name)
-        # Exact, as the search's steps are whole.
-        bases = (run.lr * 2.0**-run.step for run in runs if not run.repeat)
-        fixed = name in self.plan.traits and self.plan.traits[name].own_rate
-        return Tuned(
-            optimizer=name,
-            multiple=multiple,
-            lr=next(bases) * 2.0**step if is_done else None,
-            step=step,
-            # Over the rungs that the verdicts have their rates from.
-            interior=all(search.is_interior(name, rung) for rung in rungs[1:])
-            if is_done and not fixed
-            else None,
-            tried={str(r): {str(s): loss for s, loss in tried[r].items()} for r in rungs},
-        )
-
-    def critical(self, name: str) -> Critical | None:
-        """Extra samples of an optimizer by batch size, and where they pass a fifth.
-
-        A larger batch needs as many samples more as the task's own would need fewer for the same
-        loss. None where fewer than two batch sizes can be compared.
+        A baseline needs those of all that are compared with it.
         """
-        first, octave = self.runs(name, 1, 2), self.octave(name, 1)
-        found: dict[int, Ratio] = {}
-        for multiple in self.plan.multiples:
-            own = self.runs(name, multiple, 2)
-            seeds = sorted(first.keys() & own.keys() & octave.keys())
-            pairs = np.array([[_less(own[s], first[s]), octave[s]] for s in seeds]).reshape(-1, 2)
-            ratio = sample_ratio(pairs[:, 0], pairs[:, 1], 0.95)
-            if ratio is None and np.isposinf(pairs[:, 0]).any():
-                ratio = Ratio(0.0, 0.0, 0.0)
-            if ratio is not None:
-                found[multiple] = ratio
-        if len(found) < 2 or 1 not in found:
-            return None
-        extra = {multiple: _extra(ratio.value) for multiple, ratio in found.items()}
-        beyond = min((m for m, more in extra.items() if more > CRITICAL), default=None)
-        within = max(m for m in extra if beyond is None or m < beyond)
-        return Critical(
-            optimizer=name,
-            overheads={str(m): more for m, more in extra.items()},
-            intervals={str(m): (_extra(r.high), _extra(r.low)) for m, r in found.items()},
-            within=within * self.plan.batch_size,
-            beyond=beyond and beyond * self.plan.batch_size,
+        if arm not in self.plan.compared:
+            others = [one for one in self.plan.compared if self.plan.baseline(one) == arm]
+            return max(map(self.wanted, others))
+        verdict = self.verdicts.get(arm)
+        return self._following(verdict) or (verdict.pairs if verdict else 0)
+
+    def _following(self, verdict: Verdict | None) -> int:
+        """Pairs of the look after a verdict's; 0 where it is the last."""
+        if verdict is None:
+            return self.plan.first
+        return 0 if verdict.is_final else next_look(verdict.pairs, self.plan.pairs)
+
+    def _verdict(self, arm: int) -> Verdict | None:
+        own, base = self.pairs(arm), self.pairs(self.plan.baseline(arm))
+        found, seeds = None, range(self.plan.first)
+        while seeds and {*seeds} <= own.keys() & base.keys():
+            found = self._look(arm, [own[seed] for seed in seeds], [base[seed] for seed in seeds])
+            seeds = range(self._following(found))
+        return found
+
+    def _look(self, arm: int, own: list[Training], base: list[Training]) -> Verdict:
+        """The verdict by an arm's first trainings, and the baseline's with the same seeds."""
+        plan, (a, b) = self.plan, (np.array([run.loss for run in runs]) for runs in (base, own))
+        a, b = (np.where(np.isfinite(losses), losses, np.nan) for losses in (a, b))
+        failed = bool(np.isnan(a + b).any())
+        variance = float((1.0 * np.isnan(b) - np.isnan(a) if failed else b - a).var(ddof=1))
+        choice = 0.0 if failed else self._choice(arm, variance)
+        course = compare(a, b, plan.alpha, choice)
+        mean, half = float(course.mean[-1]), float(course.half[-1])
+        is_told, by_pairs = abs(mean) > half, half_width(np.float64(len(a)), variance, plan.alpha)
+        least = half_width(np.geomspace(3, BEYOND, 99), variance, plan.alpha, choice=choice).min()
+        told: Literal["better", "worse"] = "better" if mean < 0 else "worse"
+        return Verdict(
+            arm=arm,
+            optimizer=plan.arms[arm].optimizer,
+            batch_size=plan.arms[arm].batch_size,
+            lr=own[0].lr,
+            baseline_lr=base[0].lr,
+            mean=mean,
+            low=mean - half,
+            high=mean + half,
+            pairs=len(own),
+            verdict=told if is_told else "cannot tell",
+            needed=None
+            if is_told or mean == 0
+            else pairs_needed(mean, variance, plan.alpha, choice=choice),
+            rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
+            lost=int(np.isnan(b).sum()),
+            baseline_lost=int(np.isnan(a).sum()),
+            losses={str(run.seed): run.loss for run in own},
+            baseline_losses={str(run.seed): run.loss for run in base},
+        )
+
+    def _choice(self, arm: int, variance: float) -> float:
+        """Variance of a mean difference that comes from the choice of both learning rates.
+
+        ``variance``: of one difference. Seeds are paired, so that half of it is one run's noise.
+        """
+        both = [one for one in (arm, self.plan.baseline(arm)) if not self.plan.has_own_rate(one)]
+        noise = variance / 2 / len(SEEDS)
+        return sum(choice_variance(self.ladders[one].bend, noise) for one in both)
+
+    def with_ratios(self, row: Verdict) -> Verdict:
+        """A verdict with the samples and the time that the baseline needs for the same loss.
+
+        The baseline's loss falls from half the length to the whole one; Student's interval of that
+        counts, with 95 %. Steps were timed at the task's own batch size.
+        """
+        whole = row.baseline_losses
+        short = self.pairs(self.plan.baseline(row.arm), self.plan.half)
+        if row.failed or not {*range(row.pairs)} <= short.keys():
+            return row
+        falls = np.array([short[int(seed)].loss - loss for seed, loss in whole.items()])
+        error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
+        error *= -float(special.stdtrit(row.pairs - 1, ALPHA / 2))
+        ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
+        cost, time = self.costs.get(row.optimizer), None
+        if ratio and cost and row.batch_size == self.task.batch_size:
+            ends = ratio.value, ratio.high, ratio.low
+            time = Ratio(*(cost.time_ratio / value for value in ends))
+        return replace(row, sample_ratio=ratio, time_ratio=time)
+
+    def tuned(self, arm: int) -> Tuned:
+        """The search for an arm's rate."""
+        ladder, step, own = self.ladders[arm], self.step(arm), self.plan.arms[arm]
+        runs = (run for run in self.results.select(Training) if run.arm == arm)
+        first = next((run.lr * 2.0**-run.step for run in runs), None)
+        has_ladder = step is not None and not self.plan.has_own_rate(arm)
+        return Tuned(
+            optimizer=own.optimizer,
+            batch_size=own.batch_size,
+            lr=None if step is None or first is None else first * 2.0**step,
+            step=step,
+            interior=ladder.is_interior if has_ladder else None,
+            tried={str(octave): loss for octave, loss in ladder.losses.items() if loss is not None},
         )
 
 
-def _less(own: Run, base: Run) -> float:
-    return math.nan if math.isinf(own.end) and math.isinf(base.end) else own.end - base.end
+def choice_variance(bend: float, noise: float) -> float:
+    r"""Variance of an arm's loss that comes from the choice of its learning rate.
+
+    Around the best rate the loss is a parabola, :math:`b e^2 / 2` at an error of :math:`e` octaves.
+    The minimum of a parabola through three losses with noise :math:`\sigma^2` has a mean squared
+    error of :math:`\sigma^2 / 2 b^2`; the ladder's steps limit it. A quarter of an octave, squared,
+    is added because the loss is not exactly a parabola. The square of a normal error has a standard
+    deviation of :math:`\sqrt 2` times its mean.
+
+    Args:
+        bend: Second difference of the losses around the best rate, :math:`b`.
+        noise: Variance of one of them, :math:`\sigma^2`.
+    """
+    if not 0 < bend < math.inf:
+        return 0.0
+    miss = min(noise / (2 * bend * bend), MOST_MISS) + LEAST_MISS
+    return 2 * (bend / 2 * miss) ** 2
 
 
-def _extra(ratio: float) -> float:
-    return 1 / ratio - 1 if ratio else math.inf
+def sample_ratio(mean: float, ends: tuple[float, float], fall: float, error: float) -> Ratio | None:
+    r"""Samples that the baseline needs for the same loss, over those of the training.
 
+    The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
+    :math:`\alpha` it changes by :math:`d = -\rho s` with :math:`r` times the samples:
 
-def _time_ratio(ratio: Ratio | None, cost: Cost | None) -> Ratio | None:
-    """Time to a loss over that which the baseline would take; it has no interval of its own."""
-    if ratio is None or cost is None:
+    .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
+
+    The value takes the exponent to be a third; the interval has all ratios with an exponent from 0
+    to 1, and with :math:`d` and :math:`s` in theirs. So it leaves out one exactly where that of
+    :math:`d` leaves out zero. All lie between a quarter and four: beyond them the baseline's loss
+    curve is no guide.
+
+    Args:
+        mean: Mean difference from the baseline's loss, :math:`d`.
+        ends: Those of its interval.
+        fall: By how much the baseline's loss fell over the last octave, :math:`s`.
+        error: Half width of its interval.
+
+    Returns:
+        The ratio; None where the baseline's loss did not clearly fall.
+    """
+    if not error < fall < math.inf or math.inf in ends:
         return None
-    return Ratio(*(cost.time_ratio / value for value in (ratio.value, ratio.high, ratio.low)))
+    found = [
+        _ratio(-apart / octave, exponent)
+        for apart in ends
+        for octave in (fall - error, fall + error)
+        for exponent in (FLAT, STEEP)
+    ]
+    return Ratio(_ratio(-mean / fall, USUAL), min(found), max(found))
+
+
+def _ratio(octaves: float, exponent: float) -> float:
+    """Ratio of samples that changes the loss by a number of octaves, between its bounds."""
+    if exponent == 0:
+        logarithm = octaves
+    else:
+        left = 1 - octaves * (2**exponent - 1)
+        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+    return float(2.0 ** min(max(logarithm, math.log2(LEAST_RATIO)), math.log2(MOST_RATIO)))

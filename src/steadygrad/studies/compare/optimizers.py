@@ -1,5 +1,6 @@
 """The optimizers that ``compare`` trains with: those built in, the task's, and a user's own."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,7 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from steadygrad.studies.compare.libraries import find
-from steadygrad.studies.compare.schema import (
-    BASELINE,
-    KNOWN,
-    OWN,
-    Settings,
-    Traits,
-)
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
 
 
@@ -38,6 +33,10 @@ class Entry:
     make: Callable[..., Optimizer]
     traits: Traits = field(default_factory=Traits)
 
+    def rate(self, multiple: float) -> float:
+        """The learning rate to begin with at a multiple of the task's batch size."""
+        return self.lr if self.traits.own_rate else self.lr * math.sqrt(multiple)
+
     def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""
         return replace(
@@ -54,19 +53,12 @@ class Entry:
         """The optimizer, in the mode for training where it has modes."""
         options = {"matrices": True} if self.traits.matrices else {}
         optimizer = self.make(model, lr, **options)
-        switch(optimizer, "train")
+        getattr(optimizer, "train", lambda: None)()
         return optimizer
 
 
-def switch(optimizer: Any, mode: str) -> None:
-    """Calls an optimizer's ``train()`` or ``eval()``, where it has one."""
-    getattr(optimizer, mode, lambda: None)()
-
-
-def _plain(
-    kind: Callable[..., Optimizer], model: nn.Module, lr: float, **options: Any
-) -> Optimizer:
-    return kind([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
+def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float) -> Optimizer:
+    return kind([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
 class Joined(Optimizer):
@@ -179,12 +171,10 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
 
 
 def _added(spec: str) -> Callable[..., Optimizer]:
-    path, colon, name = spec.rpartition(":")
-    there = os.path.isfile(os.path.expanduser(path))
-    if not there or not name.isidentifier():
-        wrong = "" if there else ": no such file" if colon else ", without a function"
+    path, _, name = spec.rpartition(":")
+    if not os.path.isfile(os.path.expanduser(path)) or not name.isidentifier():
         raise InputError(
-            "--add should name a function in a file, as path/file.py:make_optimizer. Found "
-            f"{spec!r}{wrong}. Remedy: check the path, relative to {Path.cwd()}."
+            "--add should name a function in a file that is there, as path/file.py:make_optimizer. "
+            f"Found {spec!r}. Remedy: check the path, relative to {Path.cwd()}."
         )
     return load_function(spec)

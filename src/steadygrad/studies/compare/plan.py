@@ -1,25 +1,20 @@
-"""From a time budget to amounts of work and the list of trials, by arithmetic alone."""
+"""From a time budget to a length of trainings, by arithmetic alone, and the next trials."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
-
-import msgspec
+from collections.abc import Iterator, Sequence
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.schema import Plan, Settings
-from steadygrad.studies.compare.search import LADDER, NEAR, WIDENINGS, Search
-from steadygrad.studies.folder import Results
-from steadygrad.studies.schema import Key
-from steadygrad.studies.trials import SHARE, Job, Trial, evaluation_cost, makespan, start_up
+from steadygrad.studies.compare.analysis import Optimizers
+from steadygrad.studies.compare.schema import Arm, Plan, Settings, Speed
+from steadygrad.studies.ladder import USUAL
+from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 
-# Seeds, whether the search has a third rung, and the least steps of the longest runs; best first.
-LEVELS = ((10, True, 6400), (8, True, 3200), (5, True, 1600), (5, False, 200), (3, False, 40))
-# Least steps of a short run with the largest batch.
-LEAST_STEPS = 8
-# Evaluations of a verdict's run; measurements of a step's time.
-MARKS, TURNS = 4, 28
+# Least steps of a training with the largest batch.
+LEAST_STEPS = 40
+# Pairs that the length of the trainings reckons with.
+PAIRS = 10
+# Measurements of a step's time.
+TURNS = 28
 
 
 def make_plan(
@@ -32,68 +27,51 @@ def make_plan(
     workers: int,
     valid_size: int,
 ) -> Plan:
-    """Chooses the longest runs that fit a budget, with as many seeds as their length is worth.
+    """Chooses trainings so long that about ten pairs of each arm fit the budget.
 
-    Where the settings say how long the runs are, it chooses as many seeds as fit, unless they say
-    those too. One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
+    One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
     ``valid_size`` samples, and no batch more than ``train_size``.
 
     Raises:
-        InputError: If batch sizes or length cannot be used, or the budget gives no answer.
+        InputError: If the settings cannot be used, or the budget gives no answer.
     """
-    if settings.seeds == 1:
-        raise InputError(
-            "--seeds should be at least 2, as one difference has no interval. Found 1. Remedy: "
-            "--seeds 5."
-        )
     multiples = _multiples(settings.batches, train_size // batch_size)
-    span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed
-    # Every horizon is a whole number of steps at every batch size.
-    unit = 4 * math.lcm(*multiples) * batch_size
-    least = math.ceil(4 * LEAST_STEPS * multiples[-1] * batch_size / unit)
-    given = _given(settings.samples, unit, least)
-
-    def priced(seeds: int, full: bool, parts: int) -> Plan:
-        plan = Plan(
-            batch_size=batch_size,
-            optimizers=tuple(optimizers),
-            multiples=multiples,
-            horizons=(parts * unit // 4, parts * unit // 2, parts * unit),
-            full=full,
-            seeds=seeds,
-            samples_per_second=speed,
-            work=1,
-            span=1,
-        )
-        trials = make_trials(plan, valid_size)
-        work = sum(trial.cost for trial in trials)
-        return msgspec.structs.replace(plan, work=work, span=makespan(trials, workers))
-
-    for seeds, full, steps in LEVELS:
-        prices = partial(priced, settings.seeds or seeds, full)
-        fewest = max(least, math.ceil(steps * batch_size / unit))
-        plan = prices(given) if given else _longest(prices, fewest, span)
-        if plan.span <= span:
-            return plan
-    seconds = math.ceil(plan.span / (SHARE * speed) + start_up(workers))
-    raise InputError(
-        f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
-        f"{seconds}s for {len(optimizers)} optimizers at {speed:,.3g} samples a second. Remedy: "
-        f"--budget {seconds}s or more, {'fewer --samples, ' if given else ''}"
-        f"{'fewer --seeds, ' if settings.seeds else ''}or fewer --optimizers."
-    )
-
-
-def _given(samples: int, unit: int, least: int) -> int:
-    """Length of the longest runs in units, as the settings say it; 0 where they leave it open."""
-    given = round(samples / unit)
-    if samples and given < least:
+    arms = tuple(Arm(name, batch_size * multiple) for multiple in multiples for name in optimizers)
+    # Whole trainings, and halves of baselines.
+    pairs = min(PAIRS, settings.seeds)
+    whole, halves = len(arms) * (USUAL + pairs), len(multiples) * pairs
+    fixed = (whole + halves) * evaluation_cost(valid_size) + speed_cost(arms, batch_size)
+    # A training and its half are whole numbers of steps at every batch size.
+    unit = 2 * math.lcm(*multiples) * batch_size
+    least = math.ceil(LEAST_STEPS * arms[-1].batch_size / unit) * unit
+    rate = SHARE * speed * workers
+    fitting = (rate * (settings.budget - start_up(workers)) - fixed) / (whole + halves / 2)
+    samples = unit * (round(settings.samples / unit) if settings.samples else int(fitting // unit))
+    if samples < least:
+        seconds = (least * (whole + halves / 2) + fixed) / rate + start_up(workers)
+        raise _too_short(settings, least, math.ceil(seconds))
+    work = math.ceil(samples * (whole + halves / 2) + fixed)
+    plan = Plan(arms=arms, samples=samples, pairs=settings.seeds, work=work)
+    if plan.pairs < plan.first:
         raise InputError(
-            f"--samples should be at least {least * unit}, so that the shortest runs have "
-            f"{LEAST_STEPS} steps of the largest batch. Found {samples}. Remedy: --samples "
-            f"{least * unit}, or smaller --batches."
+            f"--seeds should be at least {plan.first}, the fewest pairs that can give a verdict. "
+            f"Found {plan.pairs}. Remedy: --seeds 10."
         )
-    return given
+    return plan
+
+
+def _too_short(settings: Settings, least: int, seconds: int) -> InputError:
+    steps = f"{LEAST_STEPS} steps of the largest batch"
+    if settings.samples:
+        return InputError(
+            f"--samples should be at least {least}, {steps}. Found {settings.samples}. Remedy: "
+            f"--samples {least}, or smaller --batches."
+        )
+    return InputError(
+        f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
+        f"{seconds}s for trainings of {steps}. Remedy: --budget {seconds}s or more, or fewer "
+        "--optimizers."
+    )
 
 
 def _multiples(text: str, most: int) -> tuple[int, ...]:
@@ -109,64 +87,36 @@ def _multiples(text: str, most: int) -> tuple[int, ...]:
     return found
 
 
-def _longest(priced: Callable[[int], Plan], fewest: int, span: float) -> Plan:
-    """The longest plan that fits, by doubling and then by bisection; else the shortest."""
-    low, high = fewest, fewest
-    while priced(high).span <= span:
-        low, high = high, 2 * high
-    # To about 3 %: a slightly busier machine then makes the same plan more often.
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
-        low, high = (middle, high) if priced(middle).span <= span else (low, middle)
-    return priced(low)
+def speed_cost(arms: Sequence[Arm], batch_size: int) -> int:
+    """Samples of work in the measurement of a step with each optimizer."""
+    return TURNS * batch_size * len({arm.optimizer for arm in arms})
 
 
-def make_trials(plan: Plan, valid_size: int) -> list[Trial]:
-    """All trials, in the order in which they are run; one evaluates ``valid_size`` samples.
+def next_trials(evidence: Optimizers, valid_size: int) -> Iterator[Trial]:
+    """The trials that are needed and can run now: speed, searches, then pairs, seed by seed."""
+    plan, evaluation = evidence.plan, evaluation_cost(valid_size)
+    if evidence.results.get(Speed) is None:
+        # Alone: trials beside it would take its time.
+        cost = speed_cost(plan.arms, evidence.task.batch_size)
+        yield Trial(("speed",), cost, "time of a step")
+        return
 
-    At each batch size the search, then the verdicts.
-    """
-    first, evaluation = ("speed",), evaluation_cost(valid_size)
-    cost = TURNS * plan.batch_size * (1 + len(plan.optimizers))
-    found = [Trial(first, cost, lambda results: {"kind": "speed"}, "time of a step")]
+    def training(arm: int, samples: int, step: float, seed: int, what: str) -> Trial:
+        name = plan.arms[arm].optimizer
+        called = f"{name}: {what} over {samples:,}"
+        key = ("training", arm, samples, float(step), seed)
+        return Trial(key, samples + evaluation, called)
 
-    def add(rung: int, what: str, needs: tuple[Key, ...], *keys: Key) -> tuple[Key, ...]:
-        """Adds a trial of each optimizer, and returns their keys."""
-        own = tuple((*key, name) for key in keys for name in plan.optimizers)
-        for key in own:
-            cost = plan.horizons[rung] + (MARKS if key[0] == "verdict" else 1) * evaluation
-            called = f"{key[-1]}: {what} over {plan.horizons[rung]:,}"
-            found.append(Trial(key, cost, partial(_job, plan, key, rung), called, needs))
-        return own
-
-    for multiple in plan.multiples:
-        needs: tuple[Key, ...] = (first,)
-        for rung in range(2 + plan.full):
-            for number in range(1 + WIDENINGS[rung]):
-                places = range(1 if number else len(NEAR if rung else LADDER))
-                keys = [("search", multiple, rung, number, place) for place in places]
-                needs = add(rung, "learning rate", needs, *keys)
-        # The longer horizon first: a study that is cut short has said the more important. Seed by
-        # seed, so that pairs are whole.
-        for rung in (2, 1):
-            for seed in range(1, plan.seeds + 1):
-                add(rung, f"seed {seed}", needs, ("verdict", multiple, rung, seed))
-    return found
-
-
-def _job(plan: Plan, key: Any, rung: int, results: Results) -> Job | None:
-    """The training that a trial asks for; None where there is nothing to ask."""
-    kind, multiple, *where, name = key
-    search, repeat = Search(plan, results, multiple), 0
-    if kind == "verdict":
-        step, repeat = search.tuned(name, rung), where[-1]
-    else:
-        _, number, place = where
-        before = search.ladders(rung, number - 1)[name] if number else ()
-        steps = [step for step in search.ladders(rung, number)[name] if step not in before]
-        if place >= len(steps):
-            return None
-        step = steps[place]
-    # A step of one type: it is a part of the result's name.
-    at = {"multiple": multiple, "samples": plan.horizons[rung]}
-    return {"kind": "training", "optimizer": name, **at, "step": float(step), "repeat": repeat}
+    for arm in range(len(plan.arms)):
+        if not plan.has_own_rate(arm):
+            for octave, seed in evidence.ladders[arm].missing:
+                yield training(arm, plan.samples, octave, seed, "learning rate")
+    ready = {arm: step for arm in range(len(plan.arms)) if (step := evidence.step(arm)) is not None}
+    # The arms with the fewest pairs first, so that pairs are whole, and baselines before the rest.
+    wanted = {arm: evidence.wanted(arm) for arm in ready}
+    for seed in range(max(wanted.values(), default=0)):
+        for arm, step in ready.items():
+            if seed < wanted[arm]:
+                yield training(arm, plan.samples, step, seed, f"seed {seed}")
+                if plan.baseline(arm) == arm:
+                    yield training(arm, plan.half, step, seed, f"seed {seed}")

@@ -1,23 +1,22 @@
 """Types of ``compare``: what is chosen and planned, what trials give, and what is concluded."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from steadygrad.studies.paired import ALPHA, MOST, pairs_needed
 from steadygrad.studies.schema import (
     CommonSettings,
-    Count,
     Dtype,
+    HeaderOf,
     Positive,
-    PositiveFloat,
     Result,
+    Training,
 )
 from steadygrad.studies.schema import Finding as CommonFinding
-from steadygrad.studies.schema import Header as CommonHeader
 from steadygrad.studies.schema import Summary as CommonSummary
 
 BASELINE = "adamw"
@@ -26,11 +25,8 @@ OWN = "task"
 # Beyond these ratios of samples the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 
-Step = Annotated[float, Meta(ge=-64, le=64)]
 
-
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """A built-in optimizer: its name in sentences, and its default learning rate."""
 
     title: str
@@ -79,17 +75,16 @@ class Settings(CommonSettings):
         ),
     ] = "1"
     samples: Annotated[
-        int, Meta(ge=0, description="Length of the longest trainings; 0: as the budget allows.")
+        int, Meta(ge=0, description="Length of the trainings; 0: as the budget allows.")
     ] = 0
     seeds: Annotated[
         int,
         Meta(
-            ge=0,
-            le=1000,
-            description="Paired seeds of each verdict, at least 2; 0: 3 to 10, as the budget "
-            "allows.",
+            ge=1,
+            le=MOST,
+            description="Most paired seeds of each optimizer; fewer, once it can be told.",
         ),
-    ] = 0
+    ] = MOST
     dtype: Dtype = "float32"
 
 
@@ -109,44 +104,76 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     matrices: bool = False
 
 
+class Arm(msgspec.Struct, frozen=True):
+    """An optimizer at a batch size, in samples."""
+
+    optimizer: str
+    batch_size: Positive
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
     Attributes:
-        batch_size: The task's own, in samples.
-        optimizers: Names of the optimizers, AdamW first.
-        multiples: Batch sizes as multiples of the task's.
-        horizons: Samples of a short run, of one twice as long, and of the longest.
-        full: Whether learning rates are also tried in runs of the longest horizon.
-        seeds: Paired seeds of the verdicts.
-        samples_per_second: Training speed of one trial that the plan reckons with.
-        work: Cost of all trials, in samples.
-        span: Cost of the longest chain of trials with ``workers`` of them at a time, in samples.
+        arms: By batch size, AdamW first: the baseline of the others at that size.
+        samples: Length of the trainings, a whole number of steps of every arm, as is its half.
+        pairs: Most paired seeds of an arm.
+        work: Cost of about as many trials as tell, in samples.
         traits: By optimizer, of those that are not built in.
     """
 
-    batch_size: Positive
-    optimizers: Annotated[tuple[str, ...], Meta(min_length=2, max_length=64)]
-    multiples: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
-    horizons: tuple[Positive, Positive, Positive]
-    full: bool
-    seeds: Annotated[int, Meta(ge=1, le=1000)]
-    samples_per_second: PositiveFloat
+    arms: Annotated[tuple[Arm, ...], Meta(min_length=2, max_length=4096)]
+    samples: Positive
+    pairs: Annotated[int, Meta(ge=1, le=MOST)]
     work: Positive
-    span: Positive
     traits: dict[str, Traits] = {}
+
+    def __post_init__(self) -> None:
+        if any(self.arms[self.baseline(n)].optimizer != BASELINE for n in range(len(self.arms))):
+            raise ValueError(f"Expected {BASELINE} as the first optimizer of each batch size")
 
     @property
     def largest_batch(self) -> int:
         """Samples of the largest batch."""
-        return self.multiples[-1] * self.batch_size
+        return max(arm.batch_size for arm in self.arms)
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Names of the optimizers, AdamW first."""
+        return list(dict.fromkeys(arm.optimizer for arm in self.arms))
+
+    @property
+    def half(self) -> int:
+        """Length of the baselines' short trainings."""
+        return self.samples // 2
+
+    @property
+    def compared(self) -> list[int]:
+        """Numbers of the arms that are no baseline."""
+        return [number for number in range(len(self.arms)) if self.baseline(number) != number]
+
+    @property
+    def alpha(self) -> float:
+        """Chance of an error in one comparison; in all together it is at most 5 %."""
+        return ALPHA / len(self.compared)
+
+    @property
+    def first(self) -> int:
+        """Fewest pairs with which a verdict is possible."""
+        return pairs_needed(1.0, 0.0, self.alpha) or self.pairs
+
+    def baseline(self, number: int) -> int:
+        """Number of the first arm with an arm's batch size."""
+        sizes = [arm.batch_size for arm in self.arms]
+        return sizes.index(sizes[number])
+
+    def has_own_rate(self, number: int) -> bool:
+        """Whether an arm's optimizer estimates its learning rate."""
+        own = self.traits.get(self.arms[number].optimizer)
+        return own is not None and own.own_rate
 
 
-class Header(CommonHeader, frozen=True, kw_only=True):
-    """Header of ``compare``."""
-
-    settings: Settings
-    plan: Plan
+Header = HeaderOf[Settings, Plan]
 
 
 class Speed(Result, frozen=True, tag="speed"):
@@ -155,47 +182,7 @@ class Speed(Result, frozen=True, tag="speed"):
     state_bytes: dict[str, float]
 
 
-class Run(Result, frozen=True, tag="training"):
-    """One training from the initial weights, with a whole learning-rate schedule.
-
-    Attributes:
-        multiple: Batch size over the task's.
-        samples: Length of the schedule.
-        step: Octaves of the learning rate above the optimizer's default; whole in the search.
-        repeat: Number of the seed; 0 is the search's, the others are the verdicts'.
-        lr: Peak learning rate.
-        loss: Validation loss at the end; infinite if the training diverged.
-        curve: Samples seen and validation loss on the way, and at the end.
-    """
-
-    key_fields = ("optimizer", "multiple", "samples", "step", "repeat")
-
-    optimizer: str
-    multiple: Positive
-    samples: Positive
-    step: Step
-    repeat: Count
-    lr: PositiveFloat
-    loss: float
-    curve: tuple[tuple[Count, float], ...]
-
-    @property
-    def end(self) -> float:
-        """The loss; infinite also where it is no number."""
-        return math.inf if math.isnan(self.loss) else self.loss
-
-
-RESULTS = Speed | Run
-
-
-def check(header: Header, result: Any) -> tuple[str, str] | None:
-    """Refuses a result of an optimizer that the plan does not have: expected, found."""
-    known = header.plan.optimizers
-    if known[0] != BASELINE:
-        return f"the plan's first optimizer to be {BASELINE}", repr(known[0])
-    if not isinstance(result, Run) or result.optimizer in known:
-        return None
-    return f"'optimizer' to be one of {', '.join(known)}", repr(result.optimizer)
+RESULTS = Speed | Training
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -206,91 +193,75 @@ class Ratio(msgspec.Struct, frozen=True):
     high: float
 
 
-class Difference(CommonFinding, frozen=True, kw_only=True, tag="difference"):
-    """Mean paired difference of a loss from AdamW's; below zero is better.
+class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
+    """An arm against the baseline of its batch size, as it was when it could first be told.
 
     Attributes:
-        mean: The mean; infinite where the optimizer diverged, NaN where it cannot be said.
-        low: Lower end of its confidence interval; ``high`` is the upper one.
-        confidence: Confidence of the interval, 0.95 or more: Holm's for several comparisons.
-        p_value: P-value of Student's two-sided test, for this comparison alone.
-        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
-        needed: Seeds that would tell in four of five cases, were the mean the true one; None where
-            the verdict is known, or where no number of seeds up to eight thousand would.
-        rates_limit: Whether that is due to the search for learning rates.
-    """
-
-    mean: float
-    low: float
-    high: float
-    confidence: float
-    p_value: float
-    verdict: str
-    needed: int | None = None
-    rates_limit: bool = False
-
-
-class Verdict(Difference, frozen=True, kw_only=True, tag="verdict"):
-    """An optimizer against AdamW, at one batch size and length of training.
-
-    Attributes:
-        multiple: Batch size over the task's.
+        arm: Number of the arm.
         lr: Tuned learning rate.
+        mean: Mean paired difference of the loss from AdamW's, below zero is better; where a run
+            ``failed``, of the share of runs that diverged.
+        low: Lower end of its confidence interval; ``high`` is the upper one.
+        pairs: Paired seeds of the verdict.
+        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
+        needed: Pairs that should tell, were mean and spread the true ones; None where the verdict
+            is known, or where no number up to ten thousand would.
+        rates_limit: Whether the difference is within the error of the tuned learning rates.
+        lost: Trainings of the pairs that diverged; ``baseline_lost``: of AdamW's.
+        losses: By seed; infinite where it diverged.
         sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
             quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
         time_ratio: Time to the same loss over AdamW's, by the time of a step; None at other batch
             sizes than the task's.
-        losses: By seed; infinite where it diverged.
-        loss: Their mean; ``lost`` is the number of those that diverged.
     """
 
+    arm: int
     optimizer: str
-    multiple: int
-    samples: int
+    batch_size: int
     lr: float
     baseline_lr: float
-    loss: float
-    baseline_loss: float
+    mean: float
+    low: float
+    high: float
+    pairs: int
+    verdict: Literal["better", "worse", "cannot tell"]
+    needed: int | None
+    rates_limit: bool
     lost: int
     baseline_lost: int
-    sample_ratio: Ratio | None
-    time_ratio: Ratio | None
     losses: dict[str, float]
     baseline_losses: dict[str, float]
+    sample_ratio: Ratio | None = None
+    time_ratio: Ratio | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run diverged, so that shares are compared."""
+        return bool(self.lost or self.baseline_lost)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether more pairs would not help."""
+        return self.verdict != "cannot tell" or self.rates_limit
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for one optimizer's learning rate at one batch size.
+    """The search for one arm's learning rate.
 
     Attributes:
         lr: The tuned rate; None where the search is not done.
-        step: Octaves of it above the default.
-        interior: Whether worse rates were tried on both sides of the best one.
-        tried: Losses by rung, and by octave.
+        step: Octaves of it above the arm's own; None likewise.
+        interior: Whether worse rates were tried on both sides of the best one; None likewise, and
+            where the optimizer has a rate of its own.
+        tried: Mean losses of the search by octave.
     """
 
     optimizer: str
-    multiple: int
+    batch_size: int
     lr: float | None
-    step: float
+    step: float | None
     interior: bool | None
-    tried: dict[str, dict[str, float]]
-
-
-class Critical(msgspec.Struct, frozen=True, kw_only=True):
-    """Critical batch size of an optimizer: at most a fifth more samples than the task's own.
-
-    Attributes:
-        overheads: Extra samples as a fraction, by batch size over the task's.
-        within: Largest batch size tried below all that cost more.
-        beyond: Smallest one that costs more; None if none does.
-    """
-
-    optimizer: str
-    overheads: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
-    within: int
-    beyond: int | None
+    tried: dict[str, float]
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,50 +271,34 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: float
 
 
-class Flip(CommonFinding, frozen=True, tag="flip"):
-    """A verdict that changes its sign with the length of the training."""
-
-    optimizer: str
-    multiple: int
-    short: str
-    long: str
-    samples: tuple[int, int]
-
-
 class Edge(CommonFinding, frozen=True, tag="edge"):
     """A best learning rate that is the last one tried; whether the answer hangs on it."""
 
     optimizer: str
-    multiple: int
+    batch_size: int
     hangs: bool
-
-
-class Brackets(CommonFinding, frozen=True, tag="brackets"):
-    """Critical batch sizes by optimizer: at least the first, and below the second."""
-
-    sizes: dict[str, tuple[int, int | None]]
 
 
 class Summary(CommonSummary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
     Attributes:
-        batch_size: The task's own.
-        findings: The most important first, of verdicts those after the longest trainings.
+        samples: Length of the trainings.
+        confidence: Of each interval, 0.95 or more: all hold together with 0.95.
+        findings: The most important first.
         optimizers: Names in sentences, AdamW first.
-        verdicts: By batch size, the shorter trainings first.
-        critical: Empty where one batch size was tried.
-        trained: Number of trainings, and of those that ``diverged``.
+        tuned: The search of each arm.
     """
 
-    batch_size: int
-    findings: tuple[Flip | Edge | Brackets | Verdict, ...]
+    samples: int
+    confidence: float
+    findings: tuple[Edge | Verdict, ...]
     optimizers: dict[str, str]
-    verdicts: tuple[Verdict, ...]
-    flips: tuple[Flip, ...]
     tuned: tuple[Tuned, ...]
-    critical: tuple[Critical, ...]
     costs: dict[str, Cost]
-    trained: int
-    diverged: int
-    diverged_by: dict[str, int]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """In the order of the arms."""
+        found = [one for one in self.findings if isinstance(one, Verdict)]
+        return sorted(found, key=lambda one: one.arm)

@@ -14,15 +14,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
+from steadygrad.studies.arms import train
 from steadygrad.studies.compare import schema
+from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.libraries import traits_of
-from steadygrad.studies.compare.optimizers import Entry, entries_of, switch
-from steadygrad.studies.compare.plan import MARKS, TURNS, make_plan, make_trials
-from steadygrad.studies.compare.schema import KNOWN, Plan, Run, Speed, Traits
+from steadygrad.studies.compare.optimizers import Entry, entries_of
+from steadygrad.studies.compare.plan import TURNS, make_plan, next_trials
+from steadygrad.studies.compare.schema import KNOWN, Plan, Speed, Traits
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import main_order
-from steadygrad.studies.trainer import Diverged, Trainer
+from steadygrad.studies.schema import Training
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
 from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
@@ -38,7 +40,7 @@ Entries = Mapping[str, Entry]
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """The longest runs that fit the budget, once all optimizers have taken steps.
+    """As long trainings as the budget allows, once all optimizers have taken steps.
 
     Raises:
         InputError: If the budget is too small for any answer, or an optimizer cannot be used.
@@ -62,42 +64,25 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The searches and the verdicts."""
-    return make_trials(header.plan, header.task.valid_size)
+    """The searches, and the pairs of the next looks."""
+    return [*next_trials(Optimizers(header, results), header.task.valid_size)]
 
 
 def training(
-    plan: Plan,
-    place: Workplace,
-    optimizer: str,
-    multiple: int,
-    samples: int,
-    step: float,
-    repeat: int,
-) -> Run:
+    plan: Plan, place: Workplace, arm: int, samples: int, step: float, seed: int
+) -> Training:
     """Trains from the initial weights; all optimizers see the same data and random numbers."""
-    trainer, task, entry = place.trainer, place.trainer.task, _entries(place)[optimizer]
-    lr = entry.lr * 2.0**step
+    trainer, task, own = place.trainer, place.trainer.task, plan.arms[arm]
+    entry = _entries(place)[own.optimizer]
+    lr = entry.rate(own.batch_size / task.batch_size) * 2.0**step
+    what = f"{own.optimizer} at {lr:.3g} over {samples:,}"
     trainer.task = entry.task(task, lr, samples)
     try:
-        trainer.restart(repeat)
-        trainer.seed_everything("run", repeat)
-        what = f"{optimizer} at {lr:.3g} over {samples:,}"
-        curve = _curve(place, multiple * plan.batch_size, samples, repeat, what)
-    except Diverged:
-        curve = [(samples, math.inf)]
+        curve = train(place, own.batch_size, samples, seed, Rate(total=samples), what=what)
     finally:
         trainer.task = task
-    return Run(
-        optimizer=optimizer,
-        multiple=multiple,
-        samples=samples,
-        step=step,
-        repeat=repeat,
-        lr=lr,
-        loss=curve[-1][1],
-        curve=tuple(curve),
-    )
+    loss = curve[-1][1]
+    return Training(arm=arm, samples=samples, step=step, seed=seed, lr=lr, loss=loss, curve=curve)
 
 
 def speed(plan: Plan, place: Workplace) -> Speed:
@@ -121,24 +106,6 @@ def _entries(place: Workplace) -> Entries:
         found = entries_of(settings, place.trainer.task, place.files)
         place.tools = {n: replace(e, traits=traits.get(n, Traits())) for n, e in found.items()}
     return place.tools
-
-
-def _curve(
-    place: Workplace, size: int, samples: int, repeat: int, what: str
-) -> list[tuple[int, float]]:
-    """Trains, and evaluates at the end; for the verdicts also on the way."""
-    trainer, count = place.trainer, MARKS if repeat else 1
-    order, at = main_order(len(trainer.task.train), trainer.seed, repeat), 0
-    found: list[tuple[int, float]] = []
-    for seen in trainer.run(order, 0, samples, size, rate=Rate(total=samples)):
-        place.advance(seen - at, what)
-        at = seen
-        if at * count >= samples * (len(found) + 1):
-            switch(trainer.optimizer, "eval")
-            loss = place.evaluate()
-            switch(trainer.optimizer, "train")
-            found.append((at, loss if math.isfinite(loss) else math.inf))
-    return found
 
 
 def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:

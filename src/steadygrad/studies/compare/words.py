@@ -1,7 +1,6 @@
 """The findings in words: one template for each kind, the answer, the remarks, and the table."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from itertools import groupby
 from statistics import fmean
@@ -9,7 +8,7 @@ from statistics import fmean
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Summary, Verdict
 from steadygrad.studies.schema import Finding, Table
-from steadygrad.studies.text import ENDS, listed, loss, plural, show
+from steadygrad.studies.text import listed, loss, plural, show, unfinished
 
 # What is done otherwise with an optimizer, by what it shows.
 NOTES = {
@@ -24,14 +23,13 @@ NOTES = {
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
-    rows = [found for found in s.findings if isinstance(found, Verdict)]
-    if not rows:
-        return "No optimizer can be judged yet: a verdict needs two seeds of each."
-    better = [row for row in rows if row.verdict == "better"]
-    text = said(s.flips[0], s) if s.flips else _better(better, s) if better else _stay(rows, s)
+    if not s.verdicts:
+        return "No optimizer can be judged yet: a verdict needs at least four seeds of each."
+    better = [row for row in s.verdicts if row.verdict == "better"]
+    text = _better(better, s) if better else _stay(s.verdicts, s)
     edges = [found for found in s.findings if isinstance(found, schema.Edge) and found.hangs]
     before = [] if s.status == "complete" else ["Preliminary: "]
-    if edges and not s.flips:
+    if edges:
         names = listed(dict.fromkeys(s.optimizers[edge.optimizer] for edge in edges))
         why = "as the best learning rate is the last one tried"
         before.append(f"{names} may be better than shown, {why}; so far, ")
@@ -39,28 +37,25 @@ def answer(s: Summary) -> str:
 
 
 def _better(rows: Sequence[Verdict], s: Summary) -> str:
-    """Optimizers that are better, with learning rates, or with batch sizes where several are."""
-    places, several = dict[str, list[str]](), _are_several(s)
-    for row in rows:
-        place = f"{row.multiple * s.batch_size:,}" if several else f"{row.lr:.3g}"
-        places.setdefault(s.optimizers[row.optimizer], []).append(place)
-    what, row = "batch size" if several else "learning rate", rows[0]
-    names = listed(f"{name} ({what} {listed(found)})" for name, found in places.items())
-    adamw = "AdamW" if several else f"AdamW ({row.baseline_lr:.3g})"
-    text = f"better than {adamw} after {row.samples:,} {plural(s.sample)}"
-    if len(places) > 1:
+    """Optimizers that are better, with their learning rates."""
+    names = listed(f"{_named(row, s)} (learning rate {row.lr:.3g})" for row in rows)
+    row = rows[0]
+    adamw = f"AdamW{'' if _are_several(s) else f' ({row.baseline_lr:.3g})'}"
+    text = f"better than {adamw} after {s.samples:,} {plural(s.sample)}"
+    if len(rows) > 1:
         return f"{names} are {text}; they were not tested against each other."
-    losses = f"{row.loss:.4g} against {row.baseline_loss:.4g} on {len(row.losses)} fresh seeds"
-    return f"{names} is {text}{'' if several else f': validation loss {losses}'}."
+    means = f"{_mean(row.losses):.4g} against {_mean(row.baseline_losses):.4g}"
+    losses = "" if row.failed else f": validation loss {means} on {row.pairs} fresh seeds"
+    return f"{names} is {text}{losses}."
 
 
 def _stay(rows: Sequence[Verdict], s: Summary) -> str:
     """No optimizer is better."""
     worst = max(rows, key=lambda row: row.baseline_lost)
     others = "no other optimizer is shown to be better"
-    after = f"after {worst.samples:,} {plural(s.sample)}"
+    after = f"after {s.samples:,} {plural(s.sample)}"
     if worst.baseline_lost:
-        at = f"{worst.baseline_lost} of {len(worst.losses)} seeds{_at(worst.multiple, s)}"
+        at = f"{worst.baseline_lost} of {worst.pairs} seeds{_at(worst.batch_size, s)}"
         return f"AdamW diverged on {at}, and {others} {after}."
     if all(row.verdict == "worse" for row in rows):
         names = dict.fromkeys(s.optimizers[row.optimizer] for row in rows)
@@ -71,14 +66,8 @@ def _stay(rows: Sequence[Verdict], s: Summary) -> str:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    end = [f"The study {ENDS[s.status]}; --resume continues it."] if s.status in ENDS else []
-    if s.flips:
-        flipped = {flip.optimizer for flip in s.flips}
-        rows = [found for found in s.findings if isinstance(found, Verdict)]
-        rows = [r for r in rows if r.verdict == "better" and r.optimizer not in flipped]
-        end += [_better(rows, s)] if rows else []
-    texts = [said(found, s) for found in s.findings if found not in s.flips[:1]]
-    return tuple([*end, *filter(None, texts)][:3])
+    texts = [said(found, s) for found in s.findings]
+    return tuple([*unfinished(s.status), *filter(None, texts)][:3])
 
 
 @singledispatch
@@ -88,52 +77,32 @@ def said(found: Finding, s: Summary) -> str:
 
 
 @said.register
-def _flip(found: schema.Flip, s: Summary) -> str:
-    short, long = (f"{samples:,}" for samples in found.samples)
-    name, at = s.optimizers[found.optimizer], _at(found.multiple, s)
-    verdicts = f"{found.short} than AdamW after {short} {plural(s.sample)}, and {found.long} after"
-    return f"The order changes with the length of the training: {name} is {verdicts} {long}{at}."
-
-
-@said.register
 def _edge(found: schema.Edge, s: Summary) -> str:
-    if found.hangs and not s.flips:
+    if found.hangs:
         return ""
-    name = f"{s.optimizers[found.optimizer]}{_at(found.multiple, s)}"
-    return f"The best learning rate of {name} is the last one tried: a better one may lie beyond."
-
-
-@said.register
-def _brackets(found: schema.Brackets, s: Summary) -> str:
-    sizes = (
-        f"{s.optimizers[name]} " + (f"{low:,} to {high:,}" if high else f"at least {low:,}")
-        for name, (low, high) in found.sizes.items()
-    )
-    more = f"20% more {plural(s.sample)} than at {s.batch_size:,}"
-    return f"Critical batch size ({more}): {listed(sizes)}."
+    beyond = "is the last one tried: a better one may lie beyond"
+    return f"The best learning rate of {_named(found, s)} {beyond}."
 
 
 @said.register
 def _verdict(row: Verdict, s: Summary) -> str:
     """Diverged seeds, the time of a better optimizer, or the seeds that would decide."""
-    name, at, seeds = s.optimizers[row.optimizer], _at(row.multiple, s), len(row.losses)
-    if row.lost:
-        return f"{name} diverged on {row.lost} of {seeds} seeds{at}, AdamW on {row.baseline_lost}."
+    if row.failed:
+        lost = f"{row.lost} of {row.pairs} seeds, AdamW on {row.baseline_lost}"
+        return f"{_named(row, s)} diverged on {lost}."
     if row.verdict == "better" and row.time_ratio:
         low, high, step = row.time_ratio.low, row.time_ratio.high, s.costs[row.optimizer].time_ratio
         time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
-        saves, same = (
-            f"{name} saves {plural(s.sample)} {time}{at}",
-            f"the same loss {ratios(row)[1]}",
-        )
-        return f"{saves}: a step takes {step:.2f} times as long as AdamW's, and {same} times."
-    if row.verdict != "cannot tell" or row.baseline_lost:
+        longer = f"a step takes {step:.2f} times as long as AdamW's"
+        same = f"the same loss {ratios(row)[1]} times"
+        return f"{_named(row, s)} saves {plural(s.sample)} {time}: {longer}, and {same}."
+    if row.verdict != "cannot tell":
         return ""
-    text = f"{name} cannot be told from AdamW{at} on {seeds} seeds"
+    text = f"{_named(row, s)} cannot be told from AdamW on {row.pairs} seeds"
     if row.rates_limit:
         error = "within the error of the tuned learning rates"
         return f"{text}; more seeds would not help, as the difference is {error}."
-    more = f"about {row.needed:,}" if row.needed else "not even 8,000"
+    more = f"about {row.needed:,}" if row.needed else "not even 10,000"
     return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
 
 
@@ -141,26 +110,23 @@ def too_little(s: Summary) -> str | None:
     """Without a verdict nothing is said."""
     if s.verdicts or s.rise:
         return None
-    return "The budget was over before two seeds of the verdicts were trained"
+    return "The budget was over before enough seeds for a verdict were trained"
 
 
 def table(s: Summary) -> Table | None:
-    """The verdicts after the longest trainings; None where there is none."""
+    """The verdicts; None where there is none."""
     rows, several = list[tuple[str, ...]](), _are_several(s)
-    longest = max((row.samples for row in s.verdicts), default=0)
-    for multiple, own in groupby(s.verdicts, lambda row: row.multiple):
-        judged = [row for row in own if row.samples == longest]
-        size = (show(multiple * s.batch_size),) * several
-        base = {seed: value for row in judged for seed, value in row.baseline_losses.items()}
-        for row in judged[:1]:
-            mean = loss(fmean(base.values()))
-            rows.append(("AdamW", "baseline", *size, show(row.baseline_lr), "–", mean, "–"))
+    for batch_size, own in groupby(s.verdicts, lambda row: row.batch_size):
+        judged, size = [*own], (show(batch_size),) * several
+        base = max(judged, key=lambda row: row.pairs)
+        numbers = show(base.baseline_lr), "–", loss(_mean(base.baseline_losses)), "–"
+        rows.append(("AdamW", "baseline", *size, *numbers))
         for row in judged:
-            numbers = show(row.lr), difference(row), loss(row.loss), ratios(row)[0]
+            numbers = show(row.lr), difference(row), loss(_mean(row.losses)), ratios(row)[0]
             rows.append((s.optimizers[row.optimizer], row.verdict, *size, *numbers))
     if not rows:
         return None
-    title = f"{s.task} after {longest:,} {plural(s.sample)}, with confidence intervals"
+    title = f"{s.task} after {s.samples:,} {plural(s.sample)}, with confidence intervals"
     heads = ("optimizer", "verdict", *("batch size",) * several, "learning rate", "difference")
     heads += ("loss", "AdamW needs (× samples)")
     return Table(title, heads, tuple(rows), text_columns=2)
@@ -168,10 +134,10 @@ def table(s: Summary) -> Table | None:
 
 def difference(row: Verdict) -> str:
     """Mean paired difference from AdamW with its confidence interval."""
-    if math.isfinite(row.mean):
+    if not row.failed:
         return f"{signed(row.mean)} ({signed(row.low)} to {signed(row.high)})"
     name, lost = ("", row.lost) if row.lost else ("AdamW ", row.baseline_lost)
-    return f"{name}diverged on {lost} of {len(row.losses)} seeds"
+    return f"{name}diverged on {lost} of {row.pairs} seeds"
 
 
 def signed(value: float) -> str:
@@ -195,9 +161,17 @@ def _bounded(ratio: Ratio, value: str, low: str, high: str) -> str:
     return f"{value}{ratio.value:.2f} ({low}{ratio.low:.2f} to {high}{ratio.high:.2f})"
 
 
+def _mean(losses: Mapping[str, float]) -> float:
+    return fmean(losses.values())
+
+
+def _named(found: Verdict | schema.Edge, s: Summary) -> str:
+    return f"{s.optimizers[found.optimizer]}{_at(found.batch_size, s)}"
+
+
+def _at(batch_size: int, s: Summary) -> str:
+    return f" at batch size {batch_size:,}" if _are_several(s) else ""
+
+
 def _are_several(s: Summary) -> bool:
-    return len({row.multiple for row in s.tuned}) > 1
-
-
-def _at(multiple: int, s: Summary) -> str:
-    return f" at batch size {multiple * s.batch_size:,}" if _are_several(s) else ""
+    return len({row.batch_size for row in s.tuned}) > 1

@@ -26,7 +26,7 @@ from steadygrad.studies.trials import start_up
 from steadygrad.studies.work import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
 from tests.unit.studies.results import make_header
-from tests.unit.studies.tiny_task import diverging, diverging_branches, make_task, without_dropout
+from tests.unit.studies.tiny_task import diverging, diverging_above, make_task, without_dropout
 
 SPEED = 1000.0
 
@@ -223,7 +223,7 @@ def test_the_learning_rate_decays_over_the_length_that_is_trained(monkeypatch):
 
 
 def test_a_training_that_diverges_is_a_result_but_at_the_tasks_own_settings():
-    place = place_of(diverging_branches())
+    place = place_of(diverging_above())
     run = train(place, 64, 1024)
     assert (run.loss, run.curve) == (math.inf, ((1024, math.inf),))
     # At another rate too, and then at each of the smallest batch's lengths.

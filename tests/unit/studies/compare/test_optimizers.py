@@ -129,7 +129,7 @@ def test_names_and_default_rates():
         ("adamw", "", "Found none"),
         ("lans,lans", "", "--optimizers .*'lans' twice"),
         ("lans", str(ADDED), "--add"),
-        ("lans", "nowhere.py:adamax", "--add .*no such file"),
+        ("lans", "nowhere.py:adamax", "--add .*nowhere"),
         ("lans", f"{ADDED}:adamax,{ADDED}:adamax", "--add .*'adamax'"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_schedule_of_its_own_is_left_alone_and_evaluated_at_its_own_weights():
     assert set(places.trainer.optimizer.rates) == {0.05}
     # At weights of zero the loss is the targets' mean square, and training goes on elsewhere.
     targets = places.trainer.task.valid.batch(torch.arange(64))[1]
-    assert [loss for _, loss in run.curve] == pytest.approx([float(targets.square().mean())] * 4)
+    assert run.loss == pytest.approx(float(targets.square().mean()))
     assert all(p.any() for p in places.trainer.model.parameters())
 
 

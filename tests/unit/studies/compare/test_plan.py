@@ -1,18 +1,15 @@
-"""From a budget to amounts of work; the search for learning rates, and what decides it."""
+"""From a budget to a length of trainings, and the order of the trials."""
 
-import math
-import random
 import re
-from itertools import product
 
 import pytest
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.plan import make_plan, make_trials
-from steadygrad.studies.compare.schema import Run, Settings, Traits
-from steadygrad.studies.compare.search import Search
-from steadygrad.studies.folder import Results
-from tests.unit.studies.compare.runs import planned, record, result_of
+from steadygrad.studies.compare.plan import make_plan
+from steadygrad.studies.compare.schema import Arm, Settings, Traits
+from steadygrad.studies.schema import Training
+from steadygrad.studies.work import trials_of
+from tests.unit.studies.compare.runs import header_of, noisy, planned, record
 from tests.unit.studies.tiny_task import make_task
 
 NAMES = ("adamw", "scaledadam", "lans")
@@ -30,189 +27,70 @@ def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
     )
 
 
-@pytest.mark.parametrize(
-    ("budget", "workers", "batches"),
-    [(100, 5, "1"), (300, 1, "1"), (3600, 2, "1,3,16"), (7200, 1, "1")],
-)
-def test_the_plan_fits_its_budget_and_uses_it(budget, workers, batches):
+@pytest.mark.parametrize(("budget", "workers", "batches"), [(300, 1, "1"), (7200, 2, "1,3,16")])
+def test_about_ten_pairs_of_each_arm_fit_the_budget(budget, workers, batches):
     plan = plan_for(budget, workers=workers, batches=batches)
-    trials = make_trials(plan, 64)
-    assert plan.work == sum(trial.cost for trial in trials)
-    assert plan.work / workers <= plan.span <= plan.work
-    seconds = plan.span / plan.samples_per_second
-    assert seconds <= 0.85 * budget
-    # Bisected to 3 %, and runs are a whole number of units; start-up is taken off.
-    assert seconds >= 0.75 * (budget - 12)
-    assert plan.horizons == (plan.horizons[2] // 4, plan.horizons[2] // 2, plan.horizons[2])
-    # Whole steps of every batch size, and enough of them.
-    for horizon, multiple in product(plan.horizons, plan.multiples):
-        assert horizon % (4 * multiple) == 0
-        assert horizon >= 8 * 4 * multiple
+    sizes = [4 * int(multiple) for multiple in batches.split(",")]
+    assert plan.arms == tuple(Arm(name, size) for size in sizes for name in NAMES)
+    # By hand: 8 trainings of a search and 10 pairs of each arm, 10 halves of each baseline, each
+    # with an evaluation of 22 samples; 28 steps with each optimizer.
+    whole, halves = 18 * len(plan.arms), 10 * len(sizes)
+    work = plan.samples * (whole + halves / 2) + 22 * (whole + halves) + 28 * 4 * 3
+    assert plan.work == work
+    span = 0.85 * 200 * workers * (budget - (12 if workers > 1 else 4))
+    unit = 2 * (4 if batches == "1" else 4 * 48)
+    assert work <= span < work + unit * (whole + halves / 2)
+    # Whole steps at every batch size, of the half as well.
+    assert all(plan.half % size == 0 for size in sizes)
+    assert plan.half * 2 == plan.samples >= 40 * plan.largest_batch
 
 
-@pytest.mark.parametrize(
-    ("batches", "workers", "names"), [("1", 1, NAMES), ("1,4", 2, NAMES), ("1,3,5", 1, NAMES[:2])]
-)
-def test_a_budget_that_is_too_small_says_which_is_enough(batches, workers, names):
-    options = {"batches": batches, "workers": workers, "names": names}
-    with pytest.raises(InputError, match="budget") as error:
-        plan_for(5, **options)
-    seconds = int(re.search(r"--budget (\d+)s or more", str(error.value)).group(1))
-    assert plan_for(seconds, **options).seeds == 3
-    with pytest.raises(InputError, match="budget"):
-        plan_for(seconds - 1, **options)
+def test_a_given_length_and_what_cannot_be_planned():
+    assert plan_for(9, samples=1003).samples == 1000
+    for match, settings in {
+        r"--samples .* 160, .*Found 80\.": {"samples": 80},
+        r"--seeds .*least 5, .*Found 4\.": {"seeds": 4},
+        r"--batches .*'1,1024,1025'": {"batches": "1,1024,1025"},
+        "--batches .*'2'": {"batches": "2"},
+    }.items():
+        with pytest.raises(InputError, match=match):
+            plan_for(1000, **settings)
+    with pytest.raises(InputError, match=r"too small .* --budget \d+s") as error:
+        plan_for(10)
+    # What it says would be enough is enough, and a second less is not.
+    seconds = int(re.search(r"--budget (\d+)s", str(error.value))[1])
+    assert plan_for(seconds).samples == 160
+    with pytest.raises(InputError):
+        plan_for(seconds - 1)
+    # A verdict by four pairs, where there is one comparison.
+    assert plan_for(1000, names=NAMES[:2], seeds=4).pairs == 4
 
 
-@pytest.mark.parametrize(("budget", "seeds"), [(2000, 10), (1000, 5), (600, 3)])
-def test_a_length_that_is_given_leaves_the_seeds_to_the_budget(budget, seeds):
-    plan = plan_for(budget, samples=3203)
-    assert (plan.horizons, plan.seeds) == ((800, 1600, 3200), seeds)
-    assert plan.span / plan.samples_per_second <= 0.85 * budget
+def test_a_plan_without_its_baseline_is_refused():
+    with pytest.raises(ValueError, match="adamw"):
+        planned(("lans", "adamw"))
 
 
-def test_seeds_may_be_given():
-    plan = plan_for(3600, seeds=25)
-    assert plan.seeds == 25
-    assert plan.horizons[2] < plan_for(3600).horizons[2]
+def test_the_search_is_first_and_the_pairs_go_seed_by_seed():
+    plan = planned(("adamw", "lans"), (4, 16), traits={"lans": Traits(own_rate=True)})
+    header = header_of(plan)
+    # The time of a step is measured alone.
+    assert [trial.key for trial in trials_of(header, record(plan, noisy(), most=0))] == [("speed",)]
+    trials = trials_of(header, record(plan, noisy(), most=1))
+    # One that sets its own rate has no ladder, and could begin its pairs.
+    keys = [(arm, step, seed) for _, arm, _, step, seed in (trial.key for trial in trials)]
+    search = [(arm, step, seed) for arm in (0, 2) for step in (-1, 0, 1) for seed in (64, 65)]
+    assert keys == search + [(arm, 0, seed) for seed in range(5) for arm in (1, 3)]
+    assert trials[0].cost == 128 + 22
+    # Then five seeds, the baseline first and its half beside it.
+    results = record(plan, noisy(), most=13)
+    keys = [trial.key[1:3] for trial in trials_of(header, results)]
+    assert keys == [(0, 128), (0, 64), (1, 128), (2, 128), (2, 64), (3, 128)] * 5
 
 
-@pytest.mark.parametrize(
-    ("budget", "settings", "match"),
-    [
-        (7200, {"samples": 400, "batches": "1,4"}, "--samples should be at least 512"),
-        (3600, {"seeds": 1}, "--seeds"),
-        *((300, {"batches": text}, "--batches") for text in ("2", "1,4,3", "1,,4", "1,2000")),
-    ],
-)
-def test_settings_that_no_plan_can_have(budget, settings, match):
-    with pytest.raises(InputError, match=match):
-        plan_for(budget, **settings)
-
-
-def bowl(lans=0, sgd=0):
-    """Losses with a minimum at a step of each optimizer, which falls as runs get longer."""
-    best = {"adamw": 0, "lans": lans, "sgd": sgd}
-
-    def loss_of(optimizer, multiple, samples, step, repeat):
-        return 1 + 0.1 * (step - best[optimizer]) ** 2 + 1 / samples + 0.01 * repeat
-
-    return loss_of
-
-
-def searched(loss_of, **plan):
-    """The search of a whole study, and its results."""
-    journal = record(planned(**plan), loss_of)
-    return Search(planned(**plan), journal, 1), journal
-
-
-def counts(journal, samples=None):
-    """Runs of the search by optimizer."""
-    found = {}
-    for run in journal.select(Run):
-        if not run.repeat and samples in (None, run.samples):
-            found[run.optimizer] = found.get(run.optimizer, 0) + 1
-    return found
-
-
-def steps(journal, optimizer, samples):
-    at = optimizer, samples, 0
-    runs = journal.select(Run)
-    return sorted(run.step for run in runs if (run.optimizer, run.samples, run.repeat) == at)
-
-
-def test_an_interior_best_rate_needs_no_more_trials():
-    search, journal = searched(bowl(lans=1, sgd=-1))
-    assert counts(journal) == dict.fromkeys(search.plan.optimizers, 5 + 3 + 3)
-    assert steps(journal, "lans", 32) == [-2, -1, 0, 1, 2]
-    assert steps(journal, "lans", 64) == [0, 1, 2]
-    assert search.tuned("lans", 2) == 1
-    names = search.plan.optimizers
-    assert all(search.is_interior(name, rung) for name in names for rung in range(3))
-    # Without a third rung the longest runs have the rate of those half as long.
-    search, journal = searched(bowl(lans=1), full=False)
-    assert (search.tuned("lans", 2), steps(journal, "lans", 128)) == (1, [])
-
-
-def test_one_with_a_rate_of_its_own_makes_no_ladder_grow():
-    search, journal = searched(bowl(lans=4, sgd=-1), traits={"lans": Traits(own_rate=True)})
-    assert counts(journal) == {"adamw": 5 + 3 + 3, "lans": 3, "sgd": 5 + 3 + 3}
-    assert search.is_interior("lans", 0)
-
-
-def test_a_best_rate_at_the_edge_extends_the_ladders_of_all():
-    search, journal = searched(bowl(lans=4))
-    # Three rates more, until 4 has a neighbour above: of all.
-    assert counts(journal, 32) == dict.fromkeys(search.plan.optimizers, 8)
-    assert steps(journal, "lans", 32) == [-2, -1, 0, 1, 2, 3, 4, 5]
-    # The others get theirs at the end with the lower loss, and below where both are equal.
-    assert steps(journal, "adamw", 32) == [-4, -3, -2, -1, 0, 1, 2, 3]
-    assert search.tuned("lans", 1) == search.tuned("lans", 2) == 4
-    assert search.is_interior("lans", 0)
-
-
-@pytest.mark.parametrize(
-    ("true", "wall", "step"),
-    [
-        (0.0, None, 0.0),
-        (0.45, None, 0.5),
-        (-0.4, None, -0.5),
-        (1.2, None, 1.25),
-        # The parabola of a finite wall leans away from it, by half an octave at most.
-        (0.5, 5.0, -0.5),
-        (0.5, math.inf, 0.0),
-    ],
-)
-def test_the_verdict_has_the_rate_between_the_ladders(true, wall, step):
-    def loss_of(step, **fields):
-        return wall if wall and step > 0 else 1 + 0.1 * (step - true) ** 2
-
-    search, journal = searched(loss_of)
-    assert search.tuned("lans", 2) == step
-    assert {run.step for run in journal.select(Run) if run.repeat > 2} == {step}
-
-
-@pytest.mark.few(10)
-@pytest.mark.parametrize("seed", range(25))
-def test_all_optimizers_get_the_same_trials_in_whatever_order(seed):
-    """Losses at random, with infinities, NaN and ties; any order that the trials' needs allow."""
-    plan = planned(full=bool(seed % 3), multiples=((1,), (1, 4))[seed % 2])
-    generator, drawn = random.Random(seed), {}
-
-    def loss_of(**fields):
-        losses = [math.inf, math.nan, *(i / 4 for i in range(4, 20))]
-        return drawn.setdefault(tuple(fields.values()), generator.choice(losses))
-
-    trials = make_trials(plan, 64)
-    whole = record(plan, loss_of)
-    assert len(set(counts(whole).values())) == 1
-    verdicts = [run.optimizer for run in whole.select(Run) if run.repeat]
-    each = len(plan.multiples) * 2 * plan.seeds
-    assert all(verdicts.count(name) == each for name in plan.optimizers)
-    assert max(abs(run.step) for run in whole.select(Run)) < 20
-
-    expected = {trial.key: trial.job(whole) for trial in trials}
-    journal, done, waiting = Results(), set(), list(trials)
-    while waiting:
-        trial = generator.choice([each for each in waiting if done.issuperset(each.needs)])
-        waiting.remove(trial)
-        done.add(trial.key)
-        job = trial.job(journal)
-        assert job == expected[trial.key], trial.key
-        if job is not None:
-            journal.add(result_of(plan, job, loss_of))
-    assert len(journal.select(Run)) == len(whole.select(Run))
-
-
-def test_trials_are_in_an_order_that_serves_them():
-    trials = make_trials(planned(multiples=(1, 4)), 64)
-    places = {trial.key: place for place, trial in enumerate(trials)}
-    assert len(places) == len(trials)
-    assert all(places[key] < places[trial.key] for trial in trials for key in trial.needs)
-    # The task's batch size is done before larger ones begin, its long verdicts before its short.
-    multiples = [trial.key[1] for trial in trials[1:]]
-    assert multiples == sorted(multiples)
-    assert places["verdict", 1, 2, 3, "sgd"] < places["verdict", 1, 1, 1, "adamw"]
-    # An evaluation of 64 samples costs 22, a third; a verdict's run has four.
-    costs = {trial.key: trial.cost for trial in trials}
-    assert costs["search", 1, 0, 0, 0, "lans"] == 32 + 22
-    assert costs["verdict", 1, 2, 1, "lans"] == 128 + 4 * 22
+def test_an_arm_that_is_told_is_trained_no_more():
+    runs = record(planned(pairs=6), noisy(lans=-0.3)).select(Training)
+    seeds = [{run.seed for run in runs if run.arm == arm and run.seed < 64} for arm in range(3)]
+    assert seeds == [{*range(6)}, {*range(5)}, {*range(6)}]
+    halves = {run.seed for run in runs if run.samples == 64}
+    assert (halves, {run.arm for run in runs if run.samples == 64}) == ({*range(6)}, {0})

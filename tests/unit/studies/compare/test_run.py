@@ -3,17 +3,19 @@
 import math
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace as but
 
 from steadygrad.studies.compare.plan import TURNS
-from steadygrad.studies.compare.schema import Run
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes, speed
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.page import render
 from steadygrad.studies.run import StudyFailed
+from steadygrad.studies.schema import Training
 from tests.unit.studies import tiny_task
-from tests.unit.studies.compare.runs import ADDED, PLAN, Places, begin, planned
+from tests.unit.studies.compare.runs import ADDED, Places, begin, planned
+from tests.unit.studies.framework import go_on, lines, part
 
 
 def test_tensors_of_a_state_count_at_any_depth_and_once():
@@ -24,36 +26,71 @@ def test_tensors_of_a_state_count_at_any_depth_and_once():
     assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
 
 
-def test_a_learning_rate_between_two_of_the_ladder_is_read_back():
-    fields = {"optimizer": "lans", "multiple": 1, "samples": 64, "repeat": 1}
-    run = Run(**fields, step=-0.5, lr=0.1, loss=1.0, curve=())
-    assert msgspec.json.decode(msgspec.json.encode(run), type=Run) == run
+SMALL = planned(("adamw", "lans"), samples=64, pairs=4)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A study of LANS on one process, from the task to its page."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    outcome, _ = begin(folder, at=None, plan=SMALL, optimizers="lans")
+    assert outcome.summary.status == "complete"
+    return folder
+
+
+def test_a_study_from_its_task_to_its_page(whole):
+    found = read_run(whole).summary
+    (row,) = (each for each in found["findings"] if each["kind"] == "verdict")
+    assert (row["optimizer"], row["pairs"], [*row["losses"]]) == ("lans", 4, [*"0123"])
+    own = {run.key: run for run in read_run(whole).select(Training)}
+    step = found["tuned"][1]["step"]
+    assert [own["training", 1, 64, step, seed].loss for seed in range(4)] == [
+        *row["losses"].values()
+    ]
+    assert row["lr"] == own["training", 1, 64, step, 0].lr == 1e-3 * 2**step
+    # The baseline's halves for the samples that it needs.
+    assert {run.seed for run in own.values() if (run.arm, run.samples) == (0, 32)} == {*range(4)}
+    assert "Losses by seed" in render(read_run(whole))
+
+
+@pytest.mark.slow
+def test_workers_and_interruptions_change_nothing(whole, tmp_path):
+    workers, _ = begin(tmp_path / "two", at=None, plan=SMALL, optimizers="lans", workers=2)
+    assert lines(tmp_path / "two") == lines(whole)
+    begin(tmp_path / "cut", at=300, plan=SMALL, optimizers="lans")
+    assert 2 < len(lines(tmp_path / "cut")) < len(lines(whole))
+    part(tmp_path / "cut", 900)
+    outcome, _ = go_on(tmp_path / "cut")
+    assert lines(tmp_path / "cut") == lines(whole)
+    assert len({repr(untimed(found.summary)) for found in (outcome, workers)}) == 1
+
+
+def untimed(summary):
+    """Without what the time of a step decides."""
+    rows = [but(row, time_ratio=None) for row in summary.verdicts]
+    return rows, summary.tuned
 
 
 @pytest.mark.slow
 def test_the_tasks_optimizer_and_two_of_the_users_own(tmp_path):
     names = ("adamw", "sgd", "muon", "task", "adamax", "grouped")
-    plan = planned(optimizers=names, multiples=(1, 4), seeds=2)
+    plan = planned(names, (4, 16), samples=64, pairs=6)
     added = {"optimizers": "sgd,muon,task", "add": f"{ADDED}:adamax,{ADDED}:grouped"}
     # In float16 a loss scale steps all of them, also Muon with AdamW.
-    options = {"plan": plan, "dtype": "float16", **added}
-    outcome, watcher = begin(tmp_path / "run", at=None, **options)
-    found = outcome.summary.to_dict()
-    assert (found["status"], watcher.done, found["diverged"]) == ("complete", watcher.total, 0)
-    assert list(found["optimizers"].values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
-    assert len(found["verdicts"]) == 5 * 2 * 2
-    assert all(len(row["losses"]) == 2 for row in found["verdicts"])
+    outcome, _ = begin(tmp_path / "run", at=None, plan=plan, dtype="float16", **added)
+    found = outcome.summary
+    assert found.status == "complete"
+    assert list(found.optimizers.values())[-3:] == ["AdamW of the task", "adamax", "grouped"]
+    assert len(found.verdicts) == 5 * 2
     # Adam's two moments in float32, beside a count for each tensor; SGD's momentum alone.
-    held = {name: cost["state_bytes"] for name, cost in found["costs"].items()}
+    held = {name: cost.state_bytes for name, cost in found.costs.items()}
     assert held["adamw"] == pytest.approx(8, rel=0.05)
     assert held["sgd"] == pytest.approx(4)
     assert 4 < held["muon"] < 8
     # AdamW of the task has the same default rate and decay: the same trainings, to the bit.
-    own = {(r.optimizer, *r.key[2:]): r.loss for r in read_run(tmp_path / "run").select(Run)}
-    pairs = [(own.get(("adamw", *k[1:])), loss) for k, loss in own.items() if k[0] == "task"]
-    both = [(one, other) for one, other in pairs if one is not None]
-    assert len(both) > 20
-    assert all(one == other for one, other in both)
+    own = [row for row in found.verdicts if row.optimizer == "task"]
+    assert [(row.mean, row.verdict) for row in own] == [(0, "cannot tell")] * 2
+    assert all(row.losses == row.baseline_losses for row in own)
 
 
 def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
@@ -70,11 +107,11 @@ def test_pairs_share_weights_data_and_random_numbers(monkeypatch):
 
     monkeypatch.setattr(places.trainer, "step", watched)
     for optimizer in ("adamw", "lans", "sgd", "muon", "task", "drawing"):
-        for repeat in (0, 1, 2):
+        for seed in (0, 1, 64):
             losses = []
-            run = places.train(optimizer, repeat=repeat)
+            run = places.train(optimizer, seed=seed)
             assert len(losses) == 32
-            seen.setdefault(repeat, []).append((run.loss, losses))
+            seen.setdefault(seed, []).append((run.loss, losses))
     for found in seen.values():
         assert all(each == found[0] for each in found)
     # Seeds differ in weights and in data.
@@ -91,10 +128,11 @@ def test_a_training_has_the_batch_size_and_the_schedule_that_it_is_named_by():
         seen.append((len(indices), trainer.optimizer.param_groups[0]["lr"]))
 
     trainer.step = watched
-    places.train("lans", step=1.5, multiple=4, samples=640)
+    places.train("lans", step=0.5, size=16, samples=640)
     assert [size for size, _ in seen] == [16] * 40
-    # Linear from nothing over the first tenth, and to nothing over the rest.
-    top = 1e-3 * 2**1.5
+    # Linear from nothing over the first tenth, and to nothing over the rest; the rate to begin with
+    # is twice the default, by the square root of the batch sizes.
+    top = 2e-3 * 2**0.5
     for number, (_, lr) in enumerate(seen):
         # As in the middle of each step.
         begun, left = (number + 0.5) / 4, (39.5 - number) / 36
@@ -103,12 +141,12 @@ def test_a_training_has_the_batch_size_and_the_schedule_that_it_is_named_by():
 
 def test_a_training_is_the_same_whatever_ran_before():
     places = Places(optimizers="muon,sgd")
-    first = places.train("muon", repeat=2)
+    first = places.train("muon", seed=2)
     places.train("sgd", step=10, samples=64)
-    speed(PLAN, places.place)
-    places.train("adamw", multiple=4)
-    assert places.train("muon", repeat=2) == first
-    assert Places(optimizers="muon").train("muon", repeat=2) == first
+    speed(places.plan, places.place)
+    places.train("adamw", size=16)
+    assert places.train("muon", seed=2) == first
+    assert Places(optimizers="muon").train("muon", seed=2) == first
     # It leaves the task as it was.
     assert places.trainer.task.lr == 0.001
 
@@ -123,15 +161,12 @@ def test_a_training_that_diverges_is_infinitely_bad():
     assert Places(task, optimizers="sgd").train("sgd").loss == math.inf
 
 
-def test_a_training_is_evaluated_on_the_way_and_all_counts_as_work():
+def test_all_that_a_training_does_counts_as_work():
     places = Places(optimizers="lans")
     run = places.train("lans")
-    # Four evaluations of 64 samples, a third each.
-    assert sum(places.told) == 128 + 4 * 22
-    assert [seen for seen, _ in run.curve] == [32, 64, 96, 128]
-    assert run.curve[-1] == (run.samples, run.loss)
-    # Those of the search at the end alone.
-    assert len(places.train("lans", repeat=0).curve) == 1
+    # An evaluation of 64 samples is a third.
+    assert sum(places.told) == 128 + 22
+    assert run.curve == ((run.samples, run.loss),)
 
 
 def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
@@ -146,7 +181,7 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", watched)
     backward, passes = places.trainer.backward, []
     monkeypatch.setattr(places.trainer, "backward", lambda *a: passes.append(backward(*a)))
-    found = speed(PLAN, places.place)
+    found = speed(places.plan, places.place)
     # A backward pass before each step, as in training.
     assert len(passes) == 3 * TURNS
     # All steps see the same weights.

@@ -94,7 +94,7 @@ def test_a_layer_with_a_scale_of_its_own_backs_off_alone(tmp_path, monkeypatch):
 
 
 def test_a_model_without_parts_is_one_layer(tmp_path):
-    outcome = look(tmp_path / "run", tiny("diverging_branches"))
+    outcome = look(tmp_path / "run", tiny("diverging_above"))
     assert [row.name for row in outcome.summary.layers] == [""]
 
 
