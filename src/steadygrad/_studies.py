@@ -20,9 +20,9 @@ def module_of(study: str, name: str) -> ModuleType:
 
     What is looked up here imports none of those who look:
 
-    - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary``, ``RESULTS`` and ``check``
+    - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary`` and ``RESULTS``
     - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
-      ``plan_for(settings, trainer, *, speed, workers)`` and ``trials_of(header)``; perhaps
+      ``plan_for(settings, trainer, *, speed, workers)`` and ``trials_of(header, results)``; perhaps
       ``TRAINING``, options of the trainer that no setting names, and ``load(settings, files)``
       where the settings do not name one task
     - ``findings``: ``summarize(header, results, status)``, a pure function
