@@ -51,7 +51,8 @@ def study(job: tuple[str, str, int, Path]) -> tuple[str, str, str, int]:
         words += ["--samples", str(SAMPLES[task]), "--seeds", str(PAIRS), "--budget", "2h"]
         words += ["--workers", "1", "--threads", "1", "--out", str(out)]
         subprocess.run(words, capture_output=True, check=True)
-    (row,) = json.loads((out / "summary.json").read_text())["verdicts"]
+    findings = json.loads((out / "summary.json").read_text())["findings"]
+    (row,) = (found for found in findings if found["kind"] == "verdict")
     return task, other, row["verdict"], row["pairs"]
 
 
