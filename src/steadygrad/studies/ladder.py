@@ -63,7 +63,7 @@ class Ladder:
     @property
     def is_interior(self) -> bool:
         """Whether the best octave has a worse one on either side."""
-        return -FARTHEST < self.best < FARTHEST and self.bend > 0
+        return min(self.losses) < self.best < max(self.losses)
 
     @property
     def bend(self) -> float:

@@ -57,7 +57,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_clean,
     )
-    names = ("interval", "loss", "percent", "percent_interval", "show")
+    names = ("interval", "loss", "percent", "show")
     found.filters |= {name: getattr(text, name) for name in names} | {"flat": _flat}
     return found
 

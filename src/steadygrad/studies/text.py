@@ -5,10 +5,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# From this overhead on it is only known that it is large.
-MOST = 3.0
-# Up to this one it is only known that it is less.
-LEAST = -0.333
 ENDS = {"interrupted": "was interrupted", "budget": "ran out of its budget", "failed": "failed"}
 
 # HTML has no way to write these, and half a surrogate pair cannot be encoded.
@@ -76,21 +72,9 @@ def interval(low: float | None, high: float | None) -> str:
     return f"≥ {show(low)}" if high == math.inf and low > 0 else f"{show(low)} – {show(high)}"
 
 
-def percent(fraction: float | None) -> str:
+def percent(fraction: float) -> str:
     """Writes a fraction as a percentage, such as a sample overhead."""
-    if fraction is None or math.isnan(fraction):
-        return "–"
-    if fraction <= LEAST:
-        return "below −33%"
-    return "300% or more" if fraction >= MOST else f"{show(round(100 * fraction))}%"
-
-
-def percent_interval(low: float | None, high: float | None) -> str:
-    """Writes an interval of fractions."""
-    if low is None or high is None:
-        return "–"
-    known = low < MOST and high > LEAST
-    return f"{percent(low)} to {percent(high)}" if known else percent(low)
+    return f"{show(round(100 * fraction))}%"
 
 
 def plural(word: str) -> str:

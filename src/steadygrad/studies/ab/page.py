@@ -20,7 +20,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     for arm, name in enumerate(changes.names):
         if arm and changes.metrics(0, arm).size:
             spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, changes, arm)
-            courses.append((name, charts.chart(f"course-{name}", spoken, paint, height=240)))
+            courses.append((name, charts.chart(f"pairs-{arm}", spoken, paint, height=240)))
     arms = zip(changes.names, run.header.plan.arms, strict=True)
     return {"courses": courses, "arms": dict(arms)}
 

@@ -17,15 +17,11 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
-    rise, measured = header.rise(results), results.select(Noise)
+    rise = header.rise(results)
     found = BatchSizes(header, Results() if rise else results)
+    measured = results.get(Noise, found.length)
     recommendation = Recommendation(why="flat") if rise else _recommendation(found)
     rates = _rates(found)
-    findings = (
-        recommendation,
-        *rates,
-        _larger(found),
-    )
     said = Summary(
         study="advise",
         status=status,
@@ -35,11 +31,11 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         lr=found.lr(0, found.tuned(0) or 0.0),
         tolerance=found.tolerance,
         rise=rise,
-        findings=tuple(finding for finding in findings if finding is not None),
+        findings=(recommendation, *rates),
         recommendation=recommendation,
         rates=rates,
         checked=tuple(_checked(found, arm, pairs) for arm, pairs in found.pairs.items()),
-        noise=measured[-1].points if measured else (),
+        noise=measured.points if measured else (),
     )
     return said.worded(words)
 
@@ -124,9 +120,3 @@ def verdict(others: Mapping[float, schema.OtherRate]) -> str:
     if len(better) == 1:
         return "low" if better[0] > 0 else "high"
     return "fits" if all(other.verdict == "not better" for other in others.values()) else ""
-
-
-def _larger(found: BatchSizes) -> schema.Larger | None:
-    above = ((a, pairs) for a, pairs in found.pairs.items() if a > (found.advised or 0))
-    first = next(((arm, pairs) for arm, pairs in above if not pairs.passed), None)
-    return schema.Larger(run=_checked(found, *first)) if first else None

@@ -187,12 +187,6 @@ class RateVerdict(Finding, frozen=True, tag="rate"):
         return which(self.others, key=lambda other: other.lr) if which else None
 
 
-class Larger(Finding, frozen=True, tag="larger"):
-    """The smallest batch above the advised one that was trained and is not within the tolerance."""
-
-    run: Checked
-
-
 class Summary(schema.Summary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
@@ -208,7 +202,7 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     batch_size: int
     lr: float
     tolerance: float
-    findings: tuple[Recommendation | RateVerdict | Larger, ...]
+    findings: tuple[Recommendation | RateVerdict, ...]
     recommendation: Recommendation
     rates: tuple[RateVerdict, ...]
     checked: tuple[Checked, ...]

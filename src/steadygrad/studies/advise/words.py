@@ -37,7 +37,7 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         remedy = "try another Task.lr, more data, or another --budget"
         return f"No batch size can be advised: {fall}; {remedy}.", ""
     samples = _count(found.samples or 0, s)
-    larger = next((f.run for f in s.findings if isinstance(f, schema.Larger)), None)
+    larger = next((run for run in s.checked if _is_above(run, found, s)), None)
     if found.batch_size is None:
         why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
         minutes = math.ceil(found.minutes or 0)
@@ -57,9 +57,13 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     return f"For {samples}, stay at {settings}: {_failed(larger, s)}.", f"stay at {base}"
 
 
+def _is_above(run: Checked, found: Recommendation, s: Summary) -> bool:
+    """Whether a batch size is above the advised one, and not within the tolerance."""
+    return not run.within and run.batch_size > (found.batch_size or s.batch_size)
+
+
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    # What failed above the advised batch is in the answer or in the table.
     said = [_rate(found, s) for found in s.rates]
     # A budget is over by design.
     return tuple([*unfinished(s.status.replace("budget", "complete")), *filter(None, said)][:3])

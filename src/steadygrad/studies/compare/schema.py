@@ -75,7 +75,7 @@ class Settings(CommonSettings):
         ),
     ] = "1"
     samples: Annotated[
-        int, Meta(ge=0, description="Length of the trainings; 0: as the budget allows.")
+        int, Meta(ge=0, lt=1 << 62, description="Length of the trainings; 0: as the budget allows.")
     ] = 0
     seeds: Annotated[
         int,

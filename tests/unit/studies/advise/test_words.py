@@ -46,11 +46,11 @@ FLAT = {"recommendation": schema.Recommendation(why="flat")}
 @pytest.mark.parametrize(
     ("size", "finding", "fields", "parts"),
     [
-        (8, schema.Larger(run=FAILED), {}, ["needs 45% more", "interval 30% to 60%)."]),
-        (8, schema.Larger(run=replace(FAILED, low=INF, loss=INF)), {}, ["batch 12 diverged."]),
+        (8, FAILED, {}, ["needs 45% more", "interval 30% to 60%)."]),
+        (8, replace(FAILED, low=INF, loss=INF), {}, ["batch 12 diverged."]),
         # No rounding hides on which side of the tolerance it is.
-        (8, schema.Larger(run=UNCERTAIN), {}, ["20.04%", "0% to more than 60%", "not certain"]),
-        (None, schema.Larger(run=UNCERTAIN), {}, ["2 more minutes would tell; till then stay"]),
+        (8, UNCERTAIN, {}, ["20.04%", "0% to more than 60%", "not certain"]),
+        (None, UNCERTAIN, {}, ["2 more minutes would tell; till then stay"]),
         # 1.13 times a third fewer steps.
         (12, rate("fits"), {}, ["train at batch 12", "it needs 13% more", "25% fewer optimizer"]),
         (12, rate("low"), {}, ["Learning rate 0.002 does better", "by 0.02", "0.01 to 0.03"]),
@@ -66,13 +66,13 @@ def test_sentences(summary, size, finding, fields, parts):
     known = {"why": "" if size else "undecided", "lr": 0.00122, "samples": 4096, "minutes": 1.2}
     advice = schema.Recommendation(batch_size=size, **known)
     rates = (finding,) if isinstance(finding, schema.RateVerdict) else ()
-    findings = (advice, finding) if finding else (advice,)
-    found = replace(summary, recommendation=advice, findings=findings, rates=rates)
-    found = replace(found, checked=(run(),), **fields)
+    checked = (finding,) if isinstance(finding, schema.Checked) else (run(),)
+    found = replace(summary, recommendation=advice, findings=(advice, *rates), rates=rates)
+    found = replace(found, checked=checked, **fields)
     said = " ".join((words.answer(found), *words.remarks(found)))
     assert [part for part in parts if part not in said] == []
     # A larger batch is in the answer and in no remark.
-    assert not (isinstance(finding, schema.Larger) and words.remarks(found))
+    assert not (isinstance(finding, schema.Checked) and words.remarks(found))
 
 
 @quick
