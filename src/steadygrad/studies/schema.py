@@ -34,70 +34,41 @@ FREE = ("budget", "workers", "dask", "executor", "pairs")
 TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 
 
-Budget = Annotated[
-    float,
-    Meta(
-        gt=0,
-        lt=1e9,
-        description="Time for the whole study: 30s, 5m, 2h. With --resume: time from now on.",
-    ),
-]
-Workers = Annotated[
-    int,
-    Meta(
-        ge=0,
-        le=1024,
-        description="Processes that run trials side by side, one device each. 0 or auto: as "
-        "many as a quick measurement shows to be faster.",
-    ),
-]
+TASK = f"Task to train: {', '.join(TASKS)}, or path/to/file.py:make_task."
+BUDGET = "Time for the whole study: 30s, 5m, 2h. With --resume: time from now on."
+DEVICE = "Device to train on; auto prefers CUDA, then the CPU."
+DTYPE = "Type to compute in; bfloat16 and float16 by autocast."
+WORKERS = (
+    "Processes that run trials side by side, one device each. 0 or auto: as many as a quick "
+    "measurement shows to be faster."
+)
+THREADS = "CPU threads of each trial. 0 or auto: the cores over the workers."
+DASK = "Address of a Dask scheduler, HOST:PORT, that runs the trials."
+EXECUTOR = (
+    "Function that makes a concurrent.futures.Executor to run the trials: module:factory or "
+    "path/file.py:factory. --workers says how many at a time."
+)
+SHARDING = "How torchrun's processes share the model."
 
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16", "float64"],
-    Meta(description="Type to compute in; bfloat16 and float16 by autocast."),
-]
+Budget = Annotated[float, Meta(gt=0, lt=1e9, description=BUDGET)]
+Workers = Annotated[int, Meta(ge=0, le=1024, description=WORKERS)]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Meta(description=DEVICE)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16", "float64"], Meta(description=DTYPE)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
     """Settings of every study; a field's description is the command line's help."""
 
-    task: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description=f"Task to train: {', '.join(TASKS)}, or path/to/file.py:make_task.",
-        ),
-    ] = "char-lm"
+    task: Annotated[str, Meta(min_length=1, description=TASK)] = "char-lm"
     budget: Budget = 300.0
     seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="Random seed.")] = 0
-    device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"],
-        Meta(description="Device to train on; auto prefers CUDA, then the CPU."),
-    ] = "auto"
+    device: Device = "auto"
     workers: Workers = 0
-    threads: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=4096,
-            description="CPU threads of each trial. 0 or auto: the cores over the workers.",
-        ),
-    ] = 0
-    dask: Annotated[
-        str, Meta(description="Address of a Dask scheduler, HOST:PORT, that runs the trials.")
-    ] = ""
-    executor: Annotated[
-        str,
-        Meta(
-            description="Function that makes a concurrent.futures.Executor to run the trials: "
-            "module:factory or path/file.py:factory. --workers says how many at a time."
-        ),
-    ] = ""
-    sharding: Annotated[
-        Literal["ddp", "fsdp2"],
-        Meta(description="How torchrun's processes share the model."),
-    ] = "ddp"
+    threads: Annotated[int, Meta(ge=0, le=4096, description=THREADS)] = 0
+    dask: Annotated[str, Meta(description=DASK)] = ""
+    executor: Annotated[str, Meta(description=EXECUTOR)] = ""
+    sharding: Annotated[Literal["ddp", "fsdp2"], Meta(description=SHARDING)] = "ddp"
 
     @property
     def words(self) -> list[str]:

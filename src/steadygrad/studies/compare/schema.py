@@ -46,45 +46,28 @@ KNOWN: Mapping[str, Known] = {
 EXAMPLE = "steadygrad compare --optimizers lans,task --add file.py:make_optimizer"
 
 
+OPTIMIZERS = (
+    "Optimizers to compare with AdamW: scaledadam, lans, lamb, sgd, muon, task for the task's own, "
+    "and those of libraries, such as timm:adan or schedulefree:AdamWScheduleFree."
+)
+ADD = "Optimizers of your own: path/file.py:make_optimizer, of (model, lr); several with commas."
+BATCHES = (
+    "Batch sizes as multiples of the task's, such as 1,4,16: each optimizer is tuned at each of "
+    "them."
+)
+SAMPLES = "Length of the trainings; 0: as the budget allows."
+SEEDS = "Most paired seeds of each optimizer; fewer, once it can be told."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(CommonSettings):
     """Settings of ``steadygrad compare``."""
 
-    optimizers: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Optimizers to compare with AdamW: scaledadam, lans, lamb, sgd, muon, task "
-            "for the task's own, and those of libraries, such as timm:adan or "
-            "schedulefree:AdamWScheduleFree.",
-        ),
-    ] = "scaledadam,lans"
-    add: Annotated[
-        str,
-        Meta(
-            description="Optimizers of your own: path/file.py:make_optimizer, of (model, lr); "
-            "several with commas."
-        ),
-    ] = ""
-    batches: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Batch sizes as multiples of the task's, such as 1,4,16: each optimizer is "
-            "tuned at each of them.",
-        ),
-    ] = "1"
-    samples: Annotated[
-        int, Meta(ge=0, lt=1 << 62, description="Length of the trainings; 0: as the budget allows.")
-    ] = 0
-    seeds: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=MOST,
-            description="Most paired seeds of each optimizer; fewer, once it can be told.",
-        ),
-    ] = MOST
+    optimizers: Annotated[str, Meta(min_length=1, description=OPTIMIZERS)] = "scaledadam,lans"
+    add: Annotated[str, Meta(description=ADD)] = ""
+    batches: Annotated[str, Meta(min_length=1, description=BATCHES)] = "1"
+    samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
+    seeds: Annotated[int, Meta(ge=1, le=MOST, description=SEEDS)] = MOST
     dtype: Dtype = "float32"
 
 
