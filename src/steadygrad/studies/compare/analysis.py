@@ -132,8 +132,8 @@ class Optimizers(Evidence):
             rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
             lost=int(np.isnan(b).sum()),
             baseline_lost=int(np.isnan(a).sum()),
-            losses={str(run.seed): run.loss for run in own},
-            baseline_losses={str(run.seed): run.loss for run in base},
+            losses={run.seed: run.loss for run in own},
+            baseline_losses={run.seed: run.loss for run in base},
         )
 
     def _choice(self, arm: int, variance: float) -> float:
@@ -155,7 +155,7 @@ class Optimizers(Evidence):
         short = self.pairs(self.plan.baseline(row.arm), self.plan.half)
         if row.failed or not {*range(row.pairs)} <= short.keys():
             return row
-        falls = np.array([short[int(seed)].loss - loss for seed, loss in whole.items()])
+        falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
         error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
         error *= -float(special.stdtrit(row.pairs - 1, ALPHA / 2))
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
@@ -177,7 +177,7 @@ class Optimizers(Evidence):
             lr=None if step is None or first is None else first * 2.0**step,
             step=step,
             interior=ladder.is_interior if has_ladder else None,
-            tried={str(octave): loss for octave, loss in ladder.losses.items() if loss is not None},
+            tried={octave: loss for octave, loss in ladder.losses.items() if loss is not None},
         )
 
 

@@ -37,7 +37,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "labels": labels,
         "samples": plural(run.header.task.sample),
         "tuned": [*zip(labels, tuned, strict=True)],
-        "steps": sorted({step for one in tuned for step in one.tried}, key=int),
+        "steps": sorted({step for one in tuned for step in one.tried}),
         "differences": _differences(rows, labels) if rows else None,
         # By arm and seed, those of the baselines too.
         "losses": {

@@ -212,8 +212,8 @@ class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
     rates_limit: bool
     lost: int
     baseline_lost: int
-    losses: dict[str, float]
-    baseline_losses: dict[str, float]
+    losses: dict[int, float]
+    baseline_losses: dict[int, float]
     sample_ratio: Ratio | None = None
     time_ratio: Ratio | None = None
 
@@ -244,7 +244,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     lr: float | None
     step: float | None
     interior: bool | None
-    tried: dict[str, float]
+    tried: dict[int, float]
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

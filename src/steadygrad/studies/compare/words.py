@@ -1,13 +1,12 @@
 """The findings in words: one template for each kind, the answer, the remarks, and the table."""
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
 from itertools import groupby
 from statistics import fmean
 
 from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Summary, Verdict
-from steadygrad.studies.schema import Finding, Table
+from steadygrad.studies.schema import Table
 from steadygrad.studies.text import listed, loss, plural, show, unfinished
 
 # What is done otherwise with an optimizer, by what it shows.
@@ -70,21 +69,16 @@ def remarks(s: Summary) -> tuple[str, ...]:
     return tuple([*unfinished(s.status), *filter(None, texts)][:3])
 
 
-@singledispatch
-def said(found: Finding, s: Summary) -> str:
+def said(found: schema.Edge | Verdict, s: Summary) -> str:
     """A finding in words; empty where the answer or the table says it."""
-    raise NotImplementedError
-
-
-@said.register
-def _edge(found: schema.Edge, s: Summary) -> str:
+    if isinstance(found, Verdict):
+        return _verdict(found, s)
     if found.hangs:
         return ""
     beyond = "is the last one tried: a better one may lie beyond"
     return f"The best learning rate of {_named(found, s)} {beyond}."
 
 
-@said.register
 def _verdict(row: Verdict, s: Summary) -> str:
     """Diverged seeds, the time of a better optimizer, or the seeds that would decide."""
     if row.failed:
@@ -161,7 +155,7 @@ def _bounded(ratio: Ratio, value: str, low: str, high: str) -> str:
     return f"{value}{ratio.value:.2f} ({low}{ratio.low:.2f} to {high}{ratio.high:.2f})"
 
 
-def _mean(losses: Mapping[str, float]) -> float:
+def _mean(losses: Mapping[int, float]) -> float:
     return fmean(losses.values())
 
 

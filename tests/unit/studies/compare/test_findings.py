@@ -56,7 +56,7 @@ def test_an_interval_is_that_of_the_looks_with_the_choice_of_rates():
     row = found.verdicts[0]
     apart = np.array([row.losses[seed] - row.baseline_losses[seed] for seed in row.losses])
     losses = {own.optimizer: own.tried for own in found.tuned}
-    bends = [losses[name]["-1"] - 2 * losses[name]["0"] + losses[name]["1"] for name in losses]
+    bends = [losses[name][-1] - 2 * losses[name][0] + losses[name][1] for name in losses]
     noise = apart.var(ddof=1) / 2 / 2  # of two seeds of the search
     choice = sum(choice_variance(bend, noise) for bend in bends[:2])
     mean, half = intervals(apart, 0.025, choice)
@@ -107,7 +107,7 @@ def test_a_diverging_optimizer_is_not_hidden():
     found = summary(PLAN, but(noisy(), optimizer="sgd"))
     (row,) = findings(found, Verdict)[:1]
     assert (row.optimizer, row.verdict, row.mean, row.lost) == ("sgd", "worse", 1, 5)
-    assert (row.losses, row.sample_ratio) == (dict.fromkeys("01234", math.inf), None)
+    assert (row.losses, row.sample_ratio) == (dict.fromkeys(range(5), math.inf), None)
     # No better rate is in sight.
     assert findings(found, Edge) == []
 
