@@ -10,14 +10,11 @@ from msgspec.structs import replace
 from scipy import special
 
 from steadygrad.studies.compare.schema import (
-    BASELINE,
     LEAST_RATIO,
     MOST_RATIO,
-    Cost,
     Header,
     Plan,
     Ratio,
-    Speed,
     Tuned,
     Verdict,
 )
@@ -51,16 +48,6 @@ class Optimizers(Evidence):
         super().__init__(header, results)
         arms = range(len(self.plan.arms))
         self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
-
-    @cached_property
-    def costs(self) -> dict[str, Cost]:
-        """Costs of a step by optimizer; empty where they were not measured."""
-        speed = self.results.get(Speed)
-        base = speed.time.get(BASELINE) if speed else None
-        if speed is None or not base or not speed.state_bytes.keys() <= speed.time.keys():
-            return {}
-        held = speed.state_bytes.items()
-        return {n: Cost(time_ratio=speed.time[n] / base, state_bytes=size) for n, size in held}
 
     def step(self, arm: int) -> float | None:
         """Octaves of the tuned rate above the arm's own; None where the search is not done."""
@@ -159,7 +146,7 @@ class Optimizers(Evidence):
         error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
         error *= -float(special.stdtrit(row.pairs - 1, ALPHA / 2))
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
-        cost, time = self.costs.get(row.optimizer), None
+        cost, time = self.plan.costs.get(row.optimizer), None
         if ratio and cost and row.batch_size == self.task.batch_size:
             ends = ratio.value, ratio.high, ratio.low
             time = Ratio(*(cost.time_ratio / value for value in ends))

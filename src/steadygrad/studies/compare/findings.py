@@ -36,7 +36,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         findings=tuple(find(evidence, tuned)),
         optimizers=_titles(header),
         tuned=tuned,
-        costs=evidence.costs,
+        costs=plan.costs,
         rise=rise,
     )
     return found.worded(words)

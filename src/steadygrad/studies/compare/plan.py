@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.analysis import Optimizers
-from steadygrad.studies.compare.schema import Arm, Plan, Settings, Speed
+from steadygrad.studies.compare.schema import Arm, Plan, Settings
 from steadygrad.studies.ladder import USUAL
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 
@@ -13,8 +13,6 @@ from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 LEAST_STEPS = 40
 # Pairs that the length of the trainings reckons with.
 PAIRS = 10
-# Measurements of a step's time.
-TURNS = 28
 
 
 def make_plan(
@@ -40,7 +38,7 @@ def make_plan(
     # Whole trainings, and halves of baselines.
     pairs = min(PAIRS, settings.seeds)
     whole, halves = len(arms) * (USUAL + pairs), len(multiples) * pairs
-    fixed = (whole + halves) * evaluation_cost(valid_size) + speed_cost(arms, batch_size)
+    fixed = (whole + halves) * evaluation_cost(valid_size)
     # A training and its half are whole numbers of steps at every batch size.
     unit = 2 * math.lcm(*multiples) * batch_size
     least = math.ceil(LEAST_STEPS * arms[-1].batch_size / unit) * unit
@@ -87,19 +85,9 @@ def _multiples(text: str, most: int) -> tuple[int, ...]:
     return found
 
 
-def speed_cost(arms: Sequence[Arm], batch_size: int) -> int:
-    """Samples of work in the measurement of a step with each optimizer."""
-    return TURNS * batch_size * len({arm.optimizer for arm in arms})
-
-
 def next_trials(evidence: Optimizers, valid_size: int) -> Iterator[Trial]:
-    """The trials that are needed and can run now: speed, searches, then pairs, seed by seed."""
+    """The trials that are needed and can run now: searches, then pairs, seed by seed."""
     plan, evaluation = evidence.plan, evaluation_cost(valid_size)
-    if evidence.results.get(Speed) is None:
-        # Alone: trials beside it would take its time.
-        cost = speed_cost(plan.arms, evidence.task.batch_size)
-        yield Trial(("speed",), cost, "time of a step")
-        return
 
     def training(arm: int, samples: int, step: float, seed: int, what: str) -> Trial:
         name = plan.arms[arm].optimizer

@@ -12,8 +12,9 @@ from steadygrad.studies.schema import (
     CommonSettings,
     Dtype,
     HeaderOf,
+    NonNegative,
     Positive,
-    Result,
+    PositiveFloat,
     Training,
 )
 from steadygrad.studies.schema import Finding as CommonFinding
@@ -87,6 +88,13 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     matrices: bool = False
 
 
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a training step over AdamW's, and bytes of state for each weight."""
+
+    time_ratio: PositiveFloat
+    state_bytes: NonNegative
+
+
 class Arm(msgspec.Struct, frozen=True):
     """An optimizer at a batch size, in samples."""
 
@@ -102,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         samples: Length of the trainings, a whole number of steps of every arm, as is its half.
         pairs: Most paired seeds of an arm.
         work: Cost of about as many trials as tell, in samples.
+        costs: By optimizer, as they were measured before the first trial.
         traits: By optimizer, of those that are not built in.
     """
 
@@ -109,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     samples: Positive
     pairs: Annotated[int, Meta(ge=1, le=MOST)]
     work: Positive
+    costs: dict[str, Cost] = {}
     traits: dict[str, Traits] = {}
 
     def __post_init__(self) -> None:
@@ -159,13 +169,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 Header = HeaderOf[Settings, Plan]
 
 
-class Speed(Result, frozen=True, tag="speed"):
-    """Bytes of state for each weight by optimizer; ``time`` holds the seconds of a step."""
-
-    state_bytes: dict[str, float]
-
-
-RESULTS = Speed | Training
+RESULTS = Training
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -245,13 +249,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     step: float | None
     interior: bool | None
     tried: dict[int, float]
-
-
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a training step over AdamW's, and bytes of state for each weight."""
-
-    time_ratio: float
-    state_bytes: float
 
 
 class Edge(CommonFinding, frozen=True, tag="edge"):

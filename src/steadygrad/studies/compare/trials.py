@@ -19,8 +19,8 @@ from steadygrad.studies.compare import schema
 from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.libraries import traits_of
 from steadygrad.studies.compare.optimizers import Entry, entries_of
-from steadygrad.studies.compare.plan import TURNS, make_plan, next_trials
-from steadygrad.studies.compare.schema import KNOWN, Plan, Speed, Traits
+from steadygrad.studies.compare.plan import make_plan, next_trials
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Plan, Traits
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.schema import Training
@@ -31,8 +31,8 @@ from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker
 from steadygrad.tasks.guard import reason
 
-# Turns before the study.
-FIRST_TURNS = 6
+# Measurements of a step's time.
+TURNS = 28
 # Some optimizers divide by a learning rate; this one changes no weight.
 NO_RATE = 1e-12
 
@@ -48,19 +48,20 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
     entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+    costs, slower = measured(trainer, entries)
     plan = make_plan(
         settings,
         tuple(entries),
         batch_size=task.batch_size,
         train_size=len(task.train),
         # All have as many trials, so that the mean time of their steps counts.
-        speed=speed / slowdown(trainer, entries),
+        speed=speed / slower,
         workers=workers,
         # A task's own evaluation is done whole on every rank.
         valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
     )
     traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
-    return msgspec.structs.replace(plan, traits=traits)
+    return msgspec.structs.replace(plan, costs=costs, traits=traits)
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
@@ -85,18 +86,7 @@ def training(
     return Training(arm=arm, samples=samples, step=step, seed=seed, lr=lr, loss=loss, curve=curve)
 
 
-def speed(plan: Plan, place: Workplace) -> Speed:
-    """Measures a step with each optimizer, and counts the bytes of its state."""
-    trainer, model = place.trainer, place.trainer.model
-    optimizers = {n: entry.ready(model, entry.lr) for n, entry in _entries(place).items()}
-    seconds = _seconds(trainer, optimizers, TURNS)
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    trainer.restart()
-    held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
-    return Speed(state_bytes=held, time=seconds)
-
-
-TRIALS = {"speed": speed, "training": training}
+TRIALS = {"training": training}
 
 
 def _entries(place: Workplace) -> Entries:
@@ -147,20 +137,26 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     ) from errors[0]
 
 
-def slowdown(trainer: Trainer, entries: Entries) -> float:
-    """Mean time of a training step over that with the task's own optimizer; at least 1.
+def measured(trainer: Trainer, entries: Entries) -> tuple[dict[str, Cost], float]:
+    """Costs of a step by optimizer, and their mean time over the task's own optimizer's.
 
-    It is rounded to a quarter power of two, so that a slightly busier machine makes the same plan.
+    That is at least 1, and rounded to a quarter power of two, so that a slightly busier machine
+    makes the same plan.
     """
-    optimizers = {n: entry.ready(trainer.model, entry.lr) for n, entry in entries.items()}
-    seconds = _seconds(trainer, {"": trainer.optimizer, **optimizers}, FIRST_TURNS)
+    model, own = trainer.model, trainer.optimizer
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    optimizers = {name: entry.ready(model, entry.lr) for name, entry in entries.items()}
+    seconds = _seconds(trainer, {"": own, **optimizers})
+    held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
     trainer.restart()
-    found = fmean(seconds[name] for name in entries) / seconds[""]
     # The same on every rank.
-    return float(2.0 ** (max(0, round(4 * math.log2(trainer.context.gather(found)[0]))) / 4))
+    seconds, held = trainer.context.gather((seconds, held))[0]
+    base, slower = seconds[BASELINE], fmean(seconds[name] for name in entries) / seconds[""]
+    costs = {n: Cost(time_ratio=seconds[n] / base, state_bytes=held[n]) for n in entries}
+    return costs, float(2.0 ** (max(0, round(4 * math.log2(slower))) / 4))
 
 
-def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
+def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     """Seconds of a training step of the task's batch with each optimizer, measured in turns.
 
     The weights stay, so that all steps see the same gradients.
@@ -170,7 +166,7 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) 
             group["lr"] = NO_RATE
     backward: list[float] = []
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
-    for _ in range(turns):
+    for _ in range(TURNS):
         trainer.context.poll()
         for name, optimizer in optimizers.items():
             # Before each step, as in training: whichever step came first after a common one would
@@ -185,7 +181,7 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) 
             trainer.model.zero_grad()
     # The first third warms up.
     common = median(backward[len(backward) // 3 :])
-    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
+    return {name: common + median(found[TURNS // 3 :]) for name, found in steps.items()}
 
 
 def _clock(trainer: Trainer) -> float:

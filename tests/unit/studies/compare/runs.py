@@ -2,21 +2,22 @@
 
 import math
 import random
-from functools import partial
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare import trials
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import entries_of
-from steadygrad.studies.compare.schema import Arm, Header, Plan, Settings, Speed
+from steadygrad.studies.compare.schema import Arm, Cost, Header, Plan, Settings
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results
+from steadygrad.studies.run import start
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import Workplace, trials_of
-from tests.unit.studies import framework
-from tests.unit.studies.framework import make_trainer
+from tests.unit.studies.framework import Watcher, make_trainer, speed_in_a_moment, tiny
 from tests.unit.studies.results import make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -27,10 +28,19 @@ ADDED = Path(__file__).parent / "added.py"
 def planned(names=("adamw", "lans", "sgd"), sizes=(4,), **fields):
     """A plan for these optimizers at these batch sizes."""
     arms = tuple(Arm(name, size) for size in sizes for name in names)
-    return msgspec.structs.replace(PLAN, arms=arms, **fields)
+    costs = {n: Cost(time_ratio=1 + i / 4, state_bytes=8 - i) for i, n in enumerate(names)}
+    return msgspec.structs.replace(PLAN, arms=arms, costs=costs, **fields)
 
 
-begin = partial(framework.begin, plan=planned(), study="compare", kind=Settings)
+def begin(folder, factory="make_task", *, plan, at, **settings):
+    """A run with a hand-made plan, but for its costs and traits; ``at``: see the framework's."""
+    deadline = Deadline()
+    watcher = Watcher(at, lambda: deadline.limit(-1e9))
+    chosen = {"device": "cpu", "threads": 1, "workers": 1, "budget": 1e6, **settings}
+    with pytest.MonkeyPatch.context() as patch, speed_in_a_moment():
+        patch.setattr(trials, "make_plan", lambda *a, **k: plan)
+        settings = Settings(task=tiny(factory), **chosen)
+        return start("compare", settings, folder, deadline=deadline, monitor=watcher), watcher
 
 
 class Places:
@@ -56,12 +66,6 @@ def header_of(plan):
 
 def result_of(plan, trial, loss_of):
     """What a trial gives; its loss is a function of optimizer, size, samples, step and seed."""
-    if trial.key == ("speed",):
-        places = {name: place for place, name in enumerate(plan.optimizers)}
-        return Speed(
-            state_bytes={name: 8.0 - place for name, place in places.items()},
-            time={name: 1.0 + place / 4 for name, place in places.items()},
-        )
     _, arm, samples, step, seed = trial.key
     own = plan.arms[arm]
     loss = loss_of(

@@ -164,8 +164,8 @@ def test_one_with_a_rate_of_its_own_has_no_ladder():
     assert (found.tuned[1].tried, found.tuned[1].lr) == ({}, 1e-3)
 
 
-# The search has 19 trials with that of the speed; five pairs have 3 + 1 trainings each.
-@pytest.mark.parametrize(("most", "verdicts"), [(0, 0), (1, 0), (19, 0), (36, 0), (39, 2)])
+# The search has 18 trials; five pairs have 3 + 1 trainings each.
+@pytest.mark.parametrize(("most", "verdicts"), [(0, 0), (1, 0), (18, 0), (35, 0), (38, 2)])
 def test_parts_of_a_record(most, verdicts):
     found = summary(PLAN, noisy(lans=-0.2), "interrupted", most=most)
     assert len(found.verdicts) == verdicts
@@ -173,7 +173,7 @@ def test_parts_of_a_record(most, verdicts):
     assert found.answer.startswith("Preliminary: " if verdicts else "No optimizer can be judged")
     assert "--resume" in found.remarks[0]
     # The search that is not done has no result.
-    assert all((row.lr is None) == (most < 19) == (row.interior is None) for row in found.tuned)
+    assert all((row.lr is None) == (most < 18) == (row.interior is None) for row in found.tuned)
 
 
 def test_the_order_in_which_trials_end_changes_nothing():

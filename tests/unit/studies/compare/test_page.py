@@ -85,17 +85,17 @@ def test_seeds_are_dots_bars_are_intervals_and_what_diverged_is_a_cross(monkeypa
             assert list(mean.get_xdata()) == [row.mean]
 
 
-# The search has 19 trials with that of the speed, and five pairs have 3 + 1 trainings each.
+# The search has 18 trials, and five pairs have 3 + 1 trainings each.
 @plain
 @pytest.mark.parametrize(
-    ("most", "status"), [(0, None), (1, "interrupted"), (20, None), (39, "budget")]
+    ("most", "status"), [(0, None), (1, "interrupted"), (19, None), (38, "budget")]
 )
 def test_a_partial_record_is_drawn(most, status):
     run = made_run(most=most, status=status)
     page = render(run)
     assert "nan" not in page.lower().replace("nance", "")
     assert ("Validation loss over the learning rate" in page) == (most > 1)
-    assert ("Every verdict" in page) == (most == 39)
+    assert ("Every verdict" in page) == (most == 38)
     # No table without a row.
     assert all(len(rows_of(page, name)) > 1 for name in re.findall("<caption>(.*?)</cap", page))
     # What was not trained has not diverged.

@@ -7,8 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace as but
 
-from steadygrad.studies.compare.plan import TURNS
-from steadygrad.studies.compare.trials import NO_RATE, _state_bytes, speed
+from steadygrad.studies.compare.trials import NO_RATE, TURNS, _state_bytes, measured
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
 from steadygrad.studies.run import StudyFailed
@@ -143,7 +142,7 @@ def test_a_training_is_the_same_whatever_ran_before():
     places = Places(optimizers="muon,sgd")
     first = places.train("muon", seed=2)
     places.train("sgd", step=10, samples=64)
-    speed(places.plan, places.place)
+    measured(places.trainer, places.entries)
     places.train("adamw", size=16)
     assert places.train("muon", seed=2) == first
     assert Places(optimizers="muon").train("muon", seed=2) == first
@@ -181,13 +180,14 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", watched)
     backward, passes = places.trainer.backward, []
     monkeypatch.setattr(places.trainer, "backward", lambda *a: passes.append(backward(*a)))
-    found = speed(places.plan, places.place)
-    # A backward pass before each step, as in training.
-    assert len(passes) == 3 * TURNS
+    costs, slower = measured(places.trainer, places.entries)
+    # A backward pass before each step, as in training; the task's own optimizer is the fourth.
+    assert len(passes) == 4 * TURNS
     # All steps see the same weights.
     assert rates == [[NO_RATE]] * TURNS
-    assert set(found.time) == set(found.state_bytes) == {"adamw", "muon", "sgd"}
-    assert all(seconds > 0 for seconds in found.time.values())
+    assert {*costs} == {"adamw", "muon", "sgd"}
+    assert all(cost.time_ratio > 0 for cost in costs.values())
+    assert (costs["adamw"].time_ratio, slower >= 1) == (1, True)
     for own, other in zip(before, places.trainer.model.parameters(), strict=True):
         assert torch.equal(own, other)
 
@@ -196,5 +196,5 @@ def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
     # So that it breaks in the search.
     monkeypatch.setattr("steadygrad.studies.compare.trials.TURNS", 3)
     with pytest.raises(StudyFailed, match=r"Task\.per_sample_loss"):
-        begin(tmp_path / "run", "loss_raises_later", at=None, optimizers="lans,sgd")
+        begin(tmp_path / "run", "loss_raises_later", at=None, plan=SMALL, optimizers="lans")
     assert read_run(tmp_path / "run").summary["status"] == "failed"
