@@ -1,18 +1,16 @@
 """Matplotlib figures as inline SVG that follows the page: its colours, its fonts, its width."""
 
 import io
-import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from markupsafe import Markup
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from steadygrad.studies.text import clean, size
+from steadygrad.studies.text import clean
 
 Painter = Callable[[Figure, bool], None]
 
@@ -22,7 +20,7 @@ NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule")
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
 INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE = VARIABLES
 
-WIDE, NARROW, PANEL = 800, 380, 240
+WIDE, NARROW, PANEL = 800, 380, (240, 190)
 
 STYLE = {
     "axes.axisbelow": True,
@@ -53,11 +51,8 @@ STYLE = {
 def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> Markup:
     """Draws a chart twice: for a wide page, and for a phone, where text must not shrink.
 
-    Args:
-        name: Prefix of all ids in the drawing; one page uses each name once.
-        description: Text for a reader who cannot see the chart.
-        paint: Draws into an empty figure; its second argument says whether it is the narrow one.
-        height: Height of the wide drawing, where the page is 800 wide.
+    One page uses each name once; the description is for a reader who cannot see the chart; the
+    painter's second argument says whether it is the narrow one; the height is that of the wide one.
     """
     wide = _svg(name + "-w", description, paint, (WIDE, height))
     narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))
@@ -65,9 +60,9 @@ def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> 
     return Markup(both).format(wide, narrow)
 
 
-def panel(name: str, description: str, paint: Painter, *, height: int = 200) -> Markup:
+def panel(name: str, description: str, paint: Painter) -> Markup:
     """Draws one of several small charts that stand side by side."""
-    drawn = _svg(name, description, paint, (PANEL, height))
+    drawn = _svg(name, description, paint, PANEL)
     return Markup('<div class="chart">{}</div>').format(drawn)
 
 
@@ -97,28 +92,3 @@ def label(text: str, most: int = 24) -> str:
     """A name from a record, in one line short enough to stand in a chart: names differ at ends."""
     text = " ".join(clean(text).split())
     return text if len(text) <= most else "…" + text[1 - most :]
-
-
-def dots(
-    axes: Axes, x: float, ys: Sequence[float], colour: str = CRITICAL, *, size: float = 8
-) -> None:
-    """Draws dots above one place, each with a rim that parts it from its neighbours."""
-    axes.plot([x] * len(ys), ys, "o", color=colour, mec=PAPER, mew=size / 7, ms=size, zorder=4)
-
-
-def cross(axes: Axes, x: float) -> None:
-    """Marks a run that diverged, at the upper edge."""
-    where = axes.get_xaxis_transform()
-    axes.plot([x], [0.95], "x", color=NOISE, mew=2, ms=7.5, transform=where, zorder=3)
-
-
-def octaves_axis(
-    axes: Axes, which: str, ticks: Sequence[float], text: Callable[[float], str] = size
-) -> None:
-    """Makes an axis, ``"x"`` or ``"y"``, a base-2 logarithm with the ticks it has room for."""
-    most = {"x": 6, "y": 8}[which]
-    getattr(axes, f"set_{which}scale")("log", base=2)
-    axis = getattr(axes, f"{which}axis")
-    axis.set_ticks(ticks[:: math.ceil(len(ticks) / most)])
-    axis.set_major_formatter(lambda value, _: text(value))
-    axes.minorticks_off()

@@ -17,14 +17,9 @@ MOST_WIDTHS = 6
 
 
 class Row(NamedTuple):
-    """A comparison.
+    """A comparison: differences by seed, and the interval of their mean.
 
-    Attributes:
-        label: Name beside the row.
-        differences: By seed; none of those that diverged.
-        mean: Their mean; NaN where there is none to be drawn, as where runs diverged.
-        low: Lower end of its interval; ``high`` is the upper one.
-        lost: Number of runs that diverged.
+    A difference that is not finite is of a run that diverged, and no mean is drawn then.
     """
 
     label: str
@@ -32,19 +27,19 @@ class Row(NamedTuple):
     mean: float
     low: float
     high: float
-    lost: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no run diverged."""
+        return all(map(math.isfinite, self.differences))
 
 
 def differences(name: str, spoken: str, rows: Sequence[Row], what: str) -> Markup:
     """Draws rows of differences around zero; an interval that is far wider is cut.
 
-    Args:
-        name: Prefix of the ids in the drawing.
-        spoken: Text for a reader who cannot see the chart.
-        rows: From top to bottom.
-        what: Label of the axis.
+    ``name`` and ``spoken`` are those of a chart; ``what`` is the label of the axis.
     """
-    widths = [max(abs(row.low), abs(row.high)) for row in rows if not math.isnan(row.mean)]
+    widths = [max(abs(row.low), abs(row.high)) for row in rows if row.is_whole]
     widths = [width for width in widths if width < math.inf]
     # Without any spread or difference it is 1.
     most = (min(max(widths), MOST_WIDTHS * median(widths)) if widths else 0.0) or 1.0
@@ -66,10 +61,12 @@ def differences(name: str, spoken: str, rows: Sequence[Row], what: str) -> Marku
 
 def _draw(axes: Axes, row: Row, y: int, most: float) -> None:
     """One row: the interval, the seeds and the mean; what is beyond ``most`` is a triangle."""
-    axes.plot(row.differences, [y] * len(row.differences), "o", color=MUTED, ms=3.5, zorder=3)
-    if row.lost:
-        axes.plot([0.97 * most], [y], "x", color=NOISE, mew=2, ms=7.5)
-    if math.isnan(row.mean):
+    finite = [x for x in row.differences if math.isfinite(x)]
+    axes.plot(finite, [y] * len(finite), "o", color=MUTED, ms=3.5, zorder=3)
+    if not row.is_whole:
+        # On the left where only the other run of each such pair diverged.
+        ends = {-0.97 if x == -math.inf else 0.97 for x in {*row.differences} - {*finite}}
+        axes.plot([end * most for end in ends], [y] * len(ends), "x", color=NOISE, mew=2, ms=7.5)
         return
     low, high = max(row.low, -2 * most), min(row.high, 2 * most)
     axes.plot([low, high], [y, y], color=CRITICAL, linewidth=2, zorder=2)

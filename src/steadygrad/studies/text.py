@@ -52,19 +52,6 @@ def loss(value: float | None) -> str:
     return show(value, digits=4)
 
 
-def short(value: float) -> str:
-    """Writes a count for an axis: ``500``, ``2K``, ``1.5M``."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def size(value: float) -> str:
-    """Writes a batch size: ``38.6``, ``1024``, ``66K``; powers of two stay recognisable."""
-    return f"{value:.0f}" if 100 <= value < 10_000 else short(value)
-
-
 def interval(low: float | None, high: float | None) -> str:
     """Writes an interval; one without an upper end as ``≥ low``."""
     if low is None or high is None or math.isnan(low) or math.isnan(high):

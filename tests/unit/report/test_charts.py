@@ -11,7 +11,7 @@ import pytest
 
 from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, panel
 from steadygrad.studies.page import render
-from steadygrad.studies.text import interval, loss, percent, short, show, size
+from steadygrad.studies.text import interval, loss, percent, show
 from tests.unit.report.conftest import made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
@@ -95,8 +95,6 @@ WRITTEN = {
         1.7: "1.7000", -2.5: "−2.5000", NAN: "–", INF: "∞", 2: "2.0000", 2.26849: "2.2685",
         1.2e-5: "1.2e−5", 0.01234: "0.01234", None: "–",
     },
-    short: {8: "8", 999: "999", 2000: "2K", 1.5e6: "1.5M", 3e9: "3B"},
-    size: {8: "8", 38.608: "38.6", 512: "512", 1024: "1024", 65_536: "65.5K"},
     percent: {0.154: "15%", -0.02: "−2%", 3.0: "300%"},
 }  # fmt: skip
 ENDS = {

@@ -1,6 +1,5 @@
 """Charts and tables that the template ``page.html`` shows."""
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +12,7 @@ from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.paired import ALPHA, interval
 from steadygrad.studies.paired_page import Row, differences
 from steadygrad.studies.schema import Training
-from steadygrad.studies.text import plural, size
+from steadygrad.studies.text import plural, show
 
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
@@ -37,7 +36,6 @@ def _differences(run: Run, summary: Summary) -> Markup | None:
     for arm, pairs in found.pairs.items():
         apart = pairs.behind(np.asarray(found.tolerance))
         mean, low, high = map(float, interval(apart, ALPHA, pairs.prior))
-        finite, lost = [*apart[np.isfinite(apart)]], int((~np.isfinite(apart)).sum())
-        rows.append(Row(size(found.size(arm)), finite, math.nan if lost else mean, low, high, lost))
+        rows.append(Row(show(found.size(arm)), [*apart], mean, low, high))
     spoken = "Final losses of each batch size less the tolerated loss, seed by seed."
     return differences("sizes", spoken, rows, "validation loss, difference")

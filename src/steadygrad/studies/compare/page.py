@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from steadygrad.studies import charts, paired_page
-from steadygrad.studies.charts import INK, MUTED
+from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
 from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
@@ -58,9 +58,8 @@ def _differences(rows: Sequence[Verdict], labels: Sequence[str]) -> Markup:
     drawn = []
     for row in rows:
         apart = [own - row.baseline_losses[seed] for seed, own in row.losses.items()]
-        finite, mean = [x for x in apart if math.isfinite(x)], math.nan if row.failed else row.mean
         label = charts.label(labels[row.arm], 30)
-        drawn.append(paired_page.Row(label, finite, mean, row.low, row.high, row.lost))
+        drawn.append(paired_page.Row(label, apart, row.mean, row.low, row.high))
     spoken = "Paired differences of losses from AdamW's, with their confidence intervals."
     return paired_page.differences("differences", spoken, drawn, "loss less AdamW's")
 
@@ -73,26 +72,29 @@ def _rates(evidence: Optimizers, arm: int, label: str) -> Markup | None:
         if loss is not None:
             run, *_ = evidence.trainings(arm, length, octave).values()
             tried[run.lr] = loss
-    losses = [*tried.values(), *(run.loss for run in pairs)]
-    if not losses:
+    known = [*tried.items(), *((run.lr, run.loss) for run in pairs)]
+    if not known:
         return None
 
     def paint(figure: Figure, _: bool) -> None:
-        axes, rates = figure.subplots(), sorted({*tried, *(run.lr for run in pairs)})
-        charts.octaves_axis(axes, "x", rates[:: math.ceil(len(rates) / 4)], show)
+        axes, rates = figure.subplots(), sorted({lr for lr, _ in known})
+        ticks = rates[:: math.ceil(len(rates) / 4)]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [show(lr) for lr in ticks])
+        axes.minorticks_off()
         axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
         line = {lr: loss for lr, loss in tried.items() if math.isfinite(loss)}
         axes.plot([*line], [*line.values()], "-o", color=MUTED, ms=4)
-        for run in pairs:
-            charts.dots(axes, run.lr, [run.loss] if math.isfinite(run.loss) else [], size=5)
-        known = [*tried.items(), *((run.lr, run.loss) for run in pairs)]
-        for lr in {lr for lr, loss in known if math.isinf(loss)}:
-            charts.cross(axes, lr)
+        ended = [run for run in pairs if math.isfinite(run.loss)]
+        places = [run.lr for run in ended], [run.loss for run in ended]
+        axes.plot(*places, "o", color=CRITICAL, mec=PAPER, mew=0.7, ms=5)
+        lost, edge = {lr for lr, loss in known if math.isinf(loss)}, axes.get_xaxis_transform()
+        axes.plot([*lost], [0.95] * len(lost), "x", color=NOISE, mew=2, ms=7.5, transform=edge)
         axes.set_title(charts.label(label), loc="left", fontsize=11.5, color=INK)
-        _limit(axes, [loss for loss in losses if math.isfinite(loss)])
+        _limit(axes, [loss for _, loss in known if math.isfinite(loss)])
 
     spoken = f"Validation loss with {charts.label(label)} over the learning rate."
-    return charts.panel(f"rates-{arm}", spoken, paint, height=190)
+    return charts.panel(f"rates-{arm}", spoken, paint)
 
 
 def _limit(axes: Axes, losses: Sequence[float]) -> None:
