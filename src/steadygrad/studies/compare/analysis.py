@@ -80,7 +80,8 @@ class Optimizers(Evidence):
         """Pairs of the look after a verdict's; 0 where it is the last."""
         if verdict is None:
             return self.plan.first
-        return 0 if verdict.is_final else next_look(verdict.pairs, self.plan.pairs)
+        is_final = verdict.verdict != "cannot tell" or verdict.rates_limit
+        return 0 if is_final else next_look(verdict.pairs, self.plan.pairs)
 
     def _verdict(self, arm: int) -> Verdict | None:
         own, base = self.pairs(arm), self.pairs(self.plan.baseline(arm))
@@ -171,15 +172,12 @@ class Optimizers(Evidence):
 def choice_variance(bend: float, noise: float) -> float:
     r"""Variance of an arm's loss that comes from the choice of its learning rate.
 
-    Around the best rate the loss is a parabola, :math:`b e^2 / 2` at an error of :math:`e` octaves.
-    The minimum of a parabola through three losses with noise :math:`\sigma^2` has a mean squared
+    Around the best rate the loss is a parabola, :math:`b e^2 / 2` at an error of :math:`e` octaves;
+    the ``bend`` :math:`b` is the second difference of the losses there. The minimum of a parabola
+    through three losses, each with the variance ``noise``, :math:`\sigma^2`, has a mean squared
     error of :math:`\sigma^2 / 2 b^2`; the ladder's steps limit it. A quarter of an octave, squared,
     is added because the loss is not exactly a parabola. The square of a normal error has a standard
     deviation of :math:`\sqrt 2` times its mean.
-
-    Args:
-        bend: Second difference of the losses around the best rate, :math:`b`.
-        noise: Variance of one of them, :math:`\sigma^2`.
     """
     if not 0 < bend < math.inf:
         return 0.0
@@ -190,24 +188,16 @@ def choice_variance(bend: float, noise: float) -> float:
 def sample_ratio(mean: float, ends: tuple[float, float], fall: float, error: float) -> Ratio | None:
     r"""Samples that the baseline needs for the same loss, over those of the training.
 
-    The baseline's loss falls by :math:`s` with twice the samples. On a power law with exponent
-    :math:`\alpha` it changes by :math:`d = -\rho s` with :math:`r` times the samples:
+    The baseline's loss falls by :math:`s` with twice the samples, ``fall`` give or take ``error``.
+    On a power law with exponent :math:`\alpha` it changes by :math:`d = -\rho s`, which is ``mean``
+    with an interval that has these ``ends``, with :math:`r` times the samples:
 
     .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
 
     The value takes the exponent to be a third; the interval has all ratios with an exponent from 0
     to 1, and with :math:`d` and :math:`s` in theirs. So it leaves out one exactly where that of
     :math:`d` leaves out zero. All lie between a quarter and four: beyond them the baseline's loss
-    curve is no guide.
-
-    Args:
-        mean: Mean difference from the baseline's loss, :math:`d`.
-        ends: Those of its interval.
-        fall: By how much the baseline's loss fell over the last octave, :math:`s`.
-        error: Half width of its interval.
-
-    Returns:
-        The ratio; None where the baseline's loss did not clearly fall.
+    curve is no guide. None where the baseline's loss did not clearly fall.
     """
     if not error < fall < math.inf or math.inf in ends:
         return None

@@ -24,9 +24,6 @@ def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
 
     It is a class, or in timm what its factory makes of a name. Where it has no rate of its own,
     the rate is the ``other``.
-
-    Raises:
-        InputError: If it is not there, or cannot be made of parameters.
     """
     package, _, name = spec.partition(":")
     try:
@@ -48,11 +45,7 @@ def find(spec: str, other: float) -> tuple[Callable[..., Optimizer], float]:
 
 
 def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
-    """The traits that an optimizer's object shows: a schedule and a rate of its own.
-
-    Raises:
-        InputError: If it is of no installed package.
-    """
+    """The traits that an optimizer's object shows: a schedule and a rate of its own."""
     release = ""
     if ":" in name:
         packages = packages_distributions().get(re.split("[:.]", name)[0])

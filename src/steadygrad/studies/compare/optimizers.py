@@ -133,9 +133,6 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
     """The optimizers that a study compares, AdamW first, by name.
 
     The functions of ``--add`` are at ``files``. Default: as they are named.
-
-    Raises:
-        InputError: If there is no such optimizer, or one is named twice.
     """
     known = {name: Entry(own.lr, _MAKERS[name]) for name, own in KNOWN.items()}
     known[OWN] = Entry(task.lr, task.optimizer)

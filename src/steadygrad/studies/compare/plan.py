@@ -29,9 +29,6 @@ def make_plan(
 
     One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
     ``valid_size`` samples, and no batch more than ``train_size``.
-
-    Raises:
-        InputError: If the settings cannot be used, or the budget gives no answer.
     """
     multiples = _multiples(settings.batches, train_size // batch_size)
     arms = tuple(Arm(name, batch_size * multiple) for multiple in multiples for name in optimizers)

@@ -226,11 +226,6 @@ class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
         """Whether a run diverged, so that shares are compared."""
         return bool(self.lost or self.baseline_lost)
 
-    @property
-    def is_final(self) -> bool:
-        """Whether more pairs would not help."""
-        return self.verdict != "cannot tell" or self.rates_limit
-
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """The search for one arm's learning rate.

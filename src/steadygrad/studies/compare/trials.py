@@ -40,11 +40,7 @@ Entries = Mapping[str, Entry]
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """As long trainings as the budget allows, once all optimizers have taken steps.
-
-    Raises:
-        InputError: If the budget is too small for any answer, or an optimizer cannot be used.
-    """
+    """As long trainings as the budget allows, once all optimizers have taken steps."""
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
     entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
@@ -102,9 +98,6 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     """An optimizer with the traits that a step of it shows.
 
     One of a library that cannot take such a step is tried with the matrices alone.
-
-    Raises:
-        InputError: If it is broken, or its step needs more than gradients.
     """
     errors, model, task = [], trainer.model, trainer.task
     for matrices in (False, True):
