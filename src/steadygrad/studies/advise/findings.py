@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.pairs import Pairs
-from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of
+from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import FIRST
@@ -28,7 +28,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         task=header.task.name,
         sample=header.task.sample,
         batch_size=header.plan.batch_size,
-        lr=found.lr(0, found.tuned(0) or 0.0),
+        lr=rate_of(header.task, header.plan.batch_size, found.tuned(0) or 0.0),
         tolerance=found.tolerance,
         rise=rise,
         findings=(recommendation, *rates),
@@ -49,7 +49,8 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     if arm is None:
         return Recommendation(why="undecided", samples=found.length, minutes=_minutes(found))
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    size, lr = found.size(arm), found.lr(arm, found.tuned(arm) or 0.0)
+    size = found.size(arm)
+    lr = rate_of(task, size, found.tuned(arm) or 0.0)
     at, rate = (found.size(0), task.lr) if found.settings.keep_half_life else (size, lr)
     decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
@@ -57,7 +58,7 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     return Recommendation(
         batch_size=size,
         lr=lr,
-        warmup_samples=found.warmup_samples(arm),
+        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
         samples=found.length,
         overhead=overhead,
         low=low,
@@ -84,7 +85,7 @@ def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:
     return Checked(
         batch_size=found.size(arm),
         lr=pairs.runs[0].lr,
-        warmup_samples=found.warmup_samples(arm),
+        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
         steps=found.length // found.size(arm),
         seeds=len(pairs),
         loss=float(pairs.finals.mean()),
@@ -106,7 +107,7 @@ def _rates(found: BatchSizes) -> tuple[schema.RateVerdict, ...]:
         one = schema.RateVerdict(
             verdict=verdict(known),
             batch_size=found.size(arm),
-            lr=found.lr(arm),
+            lr=rate_of(found.task, found.size(arm)),
             samples=found.length,
             others=tuple(known.values()),
         )

@@ -6,8 +6,10 @@ matters.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from steadygrad._checks import InputError
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.ladder import USUAL
 from steadygrad.studies.paired import FIRST, MOST
@@ -135,3 +137,15 @@ def end_marks(samples: int, *, decays: bool) -> list[int]:
     """
     back = 0 if decays else END_MARKS - 1
     return [round(samples * (1 - END_STEP * k)) for k in reversed(range(back + 1))]
+
+
+def rate_of(task: Any, size: int, step: float = 0.0) -> float:
+    """The learning rate of a batch size by the task's rule, so many octaves above it."""
+    return float(learning_rate(task.lr, size, task.batch_size, task.lr_rule) * 2.0**step)
+
+
+def warmup_samples(task: Any, samples: int, size: int, *, tunes: bool) -> int:
+    """Samples of a warm-up from the task's learning rate to a larger batch's."""
+    if size == task.batch_size or (task.lr_rule == "constant" and not tunes):
+        return 0
+    return int(samples // 16 // task.batch_size * task.batch_size)
