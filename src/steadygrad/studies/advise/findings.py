@@ -9,7 +9,6 @@ from steadygrad.studies.advise.pairs import Pairs
 from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import FIRST
 
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
@@ -68,11 +67,13 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     )
 
 
-def _minutes(found: BatchSizes) -> float:
-    """Time for the pairs that would decide over the size that needs the fewest."""
-    most = found.failed or math.inf
+def _minutes(found: BatchSizes) -> float | None:
+    """Time for the pairs that may decide over the size that needs the fewest; None: too many."""
+    most, seeds = found.failed or math.inf, found.plan.seeds
     undecided = (pairs for arm, pairs in found.pairs.items() if arm < most and not pairs.passed)
-    missing = min((pairs.needed - len(pairs) for pairs in undecided), default=FIRST)
+    missing = min((p.needed - len(p) for p in undecided if p.needed <= seeds), default=None)
+    if missing is None:
+        return None
     own = sum(lengths_of(found.length, found.tolerance)) if found.decays else found.length
     # The search for rates takes its part as well.
     samples = missing * (own + found.length) / (1 - OTHER_RATES)

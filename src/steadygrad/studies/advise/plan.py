@@ -93,12 +93,13 @@ def make_plan(
         need = FEWER * (least * one + rest) / workers + start_up(workers)
         raise _too_small(settings, need, own)
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
+    arms, seeds = sizes_of(batch_size, most, world), settings.seeds or MOST
     return Plan(
-        arms=sizes_of(batch_size, most, world),
+        arms=arms,
         samples=length,
-        seeds=settings.seeds or MOST,
+        seeds=seeds,
         samples_per_second=1 / own,
-        work=max(1, int(workers * settings.budget / own)),
+        work=max(1, min(int(workers * settings.budget / own), len(arms) * seeds * length)),
     )
 
 
