@@ -30,7 +30,7 @@ from benchmarks.truth.worlds import WORLDS
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import LENGTHS, end_marks
+from steadygrad.studies.advise.plan import LENGTHS, end_marks, warmup_samples
 
 TOLERANCE = 0.2
 # The largest overhead that is told from larger ones.
@@ -85,7 +85,7 @@ def overhead_of(world, found: BatchSizes, size: int, marks: tuple[int, ...] = ()
 
     At its end, or where a measured overhead stands: on the mean over its last evaluations.
     """
-    warmup = found.warmup_samples(found.plan.arms.index(size))
+    warmup = warmup_samples(found.task, found.length, size, tunes=False)
     return true_overhead(world, size, found.length, warmup, marks=marks)
 
 
@@ -103,7 +103,7 @@ def true_overhead(
 
 def rate_row(world, found: BatchSizes, rate) -> dict:
     size = rate.batch_size
-    warmup = found.warmup_samples(found.plan.arms.index(size))
+    warmup = warmup_samples(found.task, found.length, size, tunes=False)
     truth = {
         factor: true_overhead(world, size, found.length, warmup, factor)
         for factor in (0.5, 1.0, 2.0)

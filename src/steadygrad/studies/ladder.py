@@ -56,8 +56,13 @@ class Ladder:
 
     @property
     def best(self) -> int:
-        """The octave of the lowest loss; of equals, the one nearest to the arm's own rate."""
+        """The octave of the lowest loss; of equals, the one nearest to the arm's own rate.
+
+        The lowest one where trainings diverged at all of them.
+        """
         known = {step: loss for step, loss in self.losses.items() if loss is not None}
+        if math.inf == min(known.values()):
+            return min(known)
         return min(known, key=lambda step: (known[step], abs(step), step))
 
     @property
@@ -92,6 +97,6 @@ class Ladder:
     def tuned(self) -> float | None:
         """The same, but lower where a training at that rate diverged."""
         step = self.minimum
-        while step is not None and math.inf in self._tried(step).values():
+        while step is not None and step > -FARTHEST and math.inf in self._tried(step).values():
             step -= 0.25
         return step

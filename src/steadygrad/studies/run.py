@@ -169,7 +169,6 @@ def start(
         )
         plan_for = module_of(name, "trials").plan_for
         plan = plan_for(settings, trainer, speed=speed, workers=workers)
-        deadline.limit(settings.budget)
         trainer.fit_micro_batch(plan.largest_batch)
         trainer.restart()
         files = located(settings)
@@ -180,6 +179,8 @@ def start(
         context.on_main(lambda: remember(folder))
         pool = cluster or local_workers(workers, header.runtime)
         place = workplace(header, files, folder, trainer)
+        # From here on there is a run to keep.
+        deadline.limit(settings.budget)
         return _run(place, folder, Results(), pool, monitor)
 
 

@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.pairs import Curves, Pairs, other_rate, shared_variance
 from steadygrad.studies.advise.plan import LEAST, lengths_of
 from steadygrad.studies.advise.schema import Header, OtherRate, Plan, Settings
@@ -116,15 +115,3 @@ class BatchSizes(Evidence):
         rates = ((step, self.trainings(arm, self.length, step)) for step in RATES)
         found = {step: other_rate(runs, own, self.own) for step, runs in rates}
         return {step: one for step, one in found.items() if one is not None}
-
-    def warmup_samples(self, arm: int) -> int:
-        """Samples of a warm-up from the task's learning rate to a larger batch's."""
-        if arm == 0 or (self.task.lr_rule == "constant" and not self.tunes):
-            return 0
-        return self.length // 16 // self.size(0) * self.size(0)
-
-    def lr(self, arm: int, step: float = 0.0) -> float:
-        """An arm's learning rate by the task's rule, so many octaves above it."""
-        task = self.task
-        own = learning_rate(task.lr, self.size(arm), task.batch_size, task.lr_rule)
-        return float(own * 2.0**step)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.pairs import Pairs
-from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of
+from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import FIRST
 
 # Optimizers of torch whose weight decay is a part of the gradient.
 COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop"}
@@ -28,7 +27,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         task=header.task.name,
         sample=header.task.sample,
         batch_size=header.plan.batch_size,
-        lr=found.lr(0, found.tuned(0) or 0.0),
+        lr=rate_of(header.task, header.plan.batch_size, found.tuned(0) or 0.0),
         tolerance=found.tolerance,
         rise=rise,
         findings=(recommendation, *rates),
@@ -49,7 +48,8 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     if arm is None:
         return Recommendation(why="undecided", samples=found.length, minutes=_minutes(found))
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    size, lr = found.size(arm), found.lr(arm, found.tuned(arm) or 0.0)
+    size = found.size(arm)
+    lr = rate_of(task, size, found.tuned(arm) or 0.0)
     at, rate = (found.size(0), task.lr) if found.settings.keep_half_life else (size, lr)
     decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
@@ -57,7 +57,7 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     return Recommendation(
         batch_size=size,
         lr=lr,
-        warmup_samples=found.warmup_samples(arm),
+        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
         samples=found.length,
         overhead=overhead,
         low=low,
@@ -67,11 +67,13 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     )
 
 
-def _minutes(found: BatchSizes) -> float:
-    """Time for the pairs that would decide over the size that needs the fewest."""
-    most = found.failed or math.inf
+def _minutes(found: BatchSizes) -> float | None:
+    """Time for the pairs that may decide over the size that needs the fewest; None: too many."""
+    most, seeds = found.failed or math.inf, found.plan.seeds
     undecided = (pairs for arm, pairs in found.pairs.items() if arm < most and not pairs.passed)
-    missing = min((pairs.needed - len(pairs) for pairs in undecided), default=FIRST)
+    missing = min((p.needed - len(p) for p in undecided if p.needed <= seeds), default=None)
+    if missing is None:
+        return None
     own = sum(lengths_of(found.length, found.tolerance)) if found.decays else found.length
     # The search for rates takes its part as well.
     samples = missing * (own + found.length) / (1 - OTHER_RATES)
@@ -84,7 +86,7 @@ def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:
     return Checked(
         batch_size=found.size(arm),
         lr=pairs.runs[0].lr,
-        warmup_samples=found.warmup_samples(arm),
+        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
         steps=found.length // found.size(arm),
         seeds=len(pairs),
         loss=float(pairs.finals.mean()),
@@ -106,7 +108,7 @@ def _rates(found: BatchSizes) -> tuple[schema.RateVerdict, ...]:
         one = schema.RateVerdict(
             verdict=verdict(known),
             batch_size=found.size(arm),
-            lr=found.lr(arm),
+            lr=rate_of(found.task, found.size(arm)),
             samples=found.length,
             others=tuple(known.values()),
         )

@@ -6,8 +6,10 @@ matters.
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from steadygrad._checks import InputError
+from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.ladder import USUAL
 from steadygrad.studies.paired import FIRST, MOST
@@ -91,12 +93,13 @@ def make_plan(
         need = FEWER * (least * one + rest) / workers + start_up(workers)
         raise _too_small(settings, need, own)
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
+    arms, seeds = sizes_of(batch_size, most, world), settings.seeds or MOST
     return Plan(
-        arms=sizes_of(batch_size, most, world),
+        arms=arms,
         samples=length,
-        seeds=settings.seeds or MOST,
+        seeds=seeds,
         samples_per_second=1 / own,
-        work=max(1, int(workers * settings.budget / own)),
+        work=max(1, min(int(workers * settings.budget / own), len(arms) * seeds * length)),
     )
 
 
@@ -135,3 +138,15 @@ def end_marks(samples: int, *, decays: bool) -> list[int]:
     """
     back = 0 if decays else END_MARKS - 1
     return [round(samples * (1 - END_STEP * k)) for k in reversed(range(back + 1))]
+
+
+def rate_of(task: Any, size: int, step: float = 0.0) -> float:
+    """The learning rate of a batch size by the task's rule, so many octaves above it."""
+    return float(learning_rate(task.lr, size, task.batch_size, task.lr_rule) * 2.0**step)
+
+
+def warmup_samples(task: Any, samples: int, size: int, *, tunes: bool) -> int:
+    """Samples of a warm-up from the task's learning rate to a larger batch's."""
+    if size == task.batch_size or (task.lr_rule == "constant" and not tunes):
+        return 0
+    return int(samples // 16 // task.batch_size * task.batch_size)

@@ -19,7 +19,7 @@ from steadygrad.studies.advise.plan import (
 from steadygrad.studies.advise.schema import Header, Noise
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import Ladder
-from steadygrad.studies.paired import FIRST, MOST, next_look
+from steadygrad.studies.paired import FIRST, MOST, looked, next_look
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trials import Trial, evaluation_cost
 
@@ -54,7 +54,7 @@ def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) ->
     return Trial((Training.kind(), arm, samples, step, seed), cost, what)
 
 
-def _look(found: BatchSizes, arm: int, pairs: int, step: float = 0.0) -> Wanted:
+def _look(found: BatchSizes, arm: int, pairs: int) -> Wanted:
     """Trainings of an arm and of the smallest batch with so many seeds, seed by seed.
 
     Where rates are tuned and those of the two are not known yet, the trainings that tell.
@@ -65,8 +65,7 @@ def _look(found: BatchSizes, arm: int, pairs: int, step: float = 0.0) -> Wanted:
         return
     for seed in range(pairs):
         yield from _reference(found, seed, own)
-        for octaves in dict.fromkeys((best, best + step)):
-            yield arm, found.length, octaves, seed
+        yield arm, found.length, best, seed
 
 
 def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
@@ -123,8 +122,8 @@ def _next_arm(found: BatchSizes) -> int | None:
     # One below those that are hard to decide may be easy.
     below = range(good + 1, min(hard, default=0))
     middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
-    undecided = [arm for arm in hard if _next(found, len(pairs[arm]))]
-    wanted: list[int] = [*between[-1:], *middle, *undecided]
+    tried_less = (a for a in (*between[-1:], *middle, *hard) if _next(found, _pairs(found, a)))
+    wanted: list[int] = [*tried_less]
     if wanted:
         return min(wanted)
     # What is above the advice: ruled out, or not.
@@ -133,7 +132,11 @@ def _next_arm(found: BatchSizes) -> int | None:
 
 
 def _rates(found: BatchSizes) -> Wanted:
-    """Other learning rates, at the smallest batch and then at the recommended one."""
+    """Other learning rates, at the smallest batch and then at the recommended one.
+
+    With the seeds that the search for the batch size has used: it must not hang on this one, whose
+    trainings run ahead where there are workers for them.
+    """
     if len(found.own) < FIRST or found.tunes:
         return
     for arm in dict.fromkeys((0, found.advised)):
@@ -144,7 +147,7 @@ def _rates(found: BatchSizes) -> Wanted:
         if arm is None or sure:
             continue
         for step in RATES:
-            other = known.get(step)
+            other, there = known.get(step), _pairs(found, arm) if arm else looked(len(found.own))
             if other is None or not other.verdict:
-                look = _next(found, other.seeds if other else 0, PAIRS)
-                yield from _look(found, arm, look, step)
+                look = _next(found, other.seeds if other else 0, min(there, PAIRS))
+                yield from ((arm, found.length, step, seed) for seed in range(look))

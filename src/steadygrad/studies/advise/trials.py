@@ -7,13 +7,14 @@ from statistics import fmean
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
-from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import (
     RUNS,
     end_marks,
     lengths_of,
     make_plan,
+    rate_of,
+    warmup_samples,
 )
 from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
@@ -81,8 +82,7 @@ def training(
     """Trains from the initial weights with one batch size."""
     task, settings, size = place.trainer.task, place.header.settings, plan.arms[arm]
     decays = task.lr_decay != "none"
-    warms_up = arm > 0 and (task.lr_rule != "constant" or settings.tune)
-    warmup = samples // 16 // plan.batch_size * plan.batch_size * warms_up
+    warmup = warmup_samples(task, samples, size, tunes=settings.tune)
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
     lengths = [samples] if arm or decays else lengths_of(samples, settings.tolerance)
     windows = [end_marks(length, decays=decays) for length in lengths]
@@ -100,7 +100,7 @@ def training(
     lost = math.isinf(found[-1][1])
     ends = zip(lengths, windows, strict=True)
     curve = tuple((n, math.inf) if lost else _averaged(found, window) for n, window in ends)
-    lr = learning_rate(task.lr, size, task.batch_size, task.lr_rule) * 2.0**step
+    lr = rate_of(task, size, step)
     return Training(
         arm=arm, samples=samples, step=step, seed=seed, lr=lr, loss=curve[-1][1], curve=curve
     )

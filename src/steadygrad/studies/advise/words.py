@@ -40,11 +40,11 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     larger = next((run for run in s.checked if _is_above(run, found, s)), None)
     if found.batch_size is None:
         why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
-        minutes = math.ceil(found.minutes or 0)
-        time = f"{minutes:,} more minute{'s' * (minutes != 1)}"
-        then = f"--resume for about {time} would tell; till then"
-        if s.status == "complete":
-            then = "the study's seeds are used up, so"
+        then = "more seeds than it has would be needed, so"
+        if found.minutes is not None and s.status != "complete":
+            minutes = math.ceil(found.minutes)
+            time = f"{minutes:,} more minute{'s' * (minutes != 1)}"
+            then = f"--resume for about {time} may tell; till then"
         unknown = f"For {samples} it is not known whether a larger batch can be used"
         return f"{unknown}: {why}; {then} stay at {base}.", f"stay at {base}"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)

@@ -9,7 +9,7 @@ from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import OTHER_RATES
 from steadygrad.studies.advise.search import trials_of
-from steadygrad.studies.folder import Results
+from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.ladder import SEEDS, Ladder
 from steadygrad.studies.paired import looked
 from steadygrad.studies.schema import Training
@@ -35,9 +35,10 @@ def keys(results, header=HEADER):
     return [trial.key for trial in trials_of(header, found) if trial.key not in found]
 
 
-def first_size(results):
+def first_size(results, header=HEADER):
     """Size and seed of the first training of a larger batch at its own rate."""
-    key = next(key for key in keys(results) if key[0] == "training" and key[1] and not key[3])
+    found = (key for key in keys(results, header) if key[0] == "training")
+    key = next(key for key in found if key[1] and not key[3])
     return SIZES[key[1]], key[4]
 
 
@@ -223,8 +224,48 @@ def test_a_rate_that_stays_uncertain_beside_a_better_one_is_left():
     done += [run for step in (-1.0, 1.0) for run in seeds(8, step=step, slower=1.5, spread=1e-5)]
     better, worse = (seeds(24, step=-1.0, slower=slower, spread=1e-5) for slower in (0.8, 1.5))
     assert [key for key in keys([*done, *better]) if key[0] == "training" and key[3]] == []
-    # Without it, the next look takes the own rate's runs with it.
-    found = keys([*done, *worse])
-    at = found.index(("training", ARM[24], LENGTH, 1.0, 4))
-    own = {("training", arm, LENGTH, 0.0, 4) for arm in (0, ARM[24])}
-    assert own <= {*found[:at]}
+    # Without it there is a next look, once the search for the size has so many pairs.
+    found, following = [*done, *worse], ("training", ARM[24], LENGTH, 1.0, 4)
+    assert following not in keys(found)
+    assert following in keys([*found, training(8, 4), training(24, 4, slower=1.1)])
+
+
+@pytest.mark.parametrize("decay", ["none", "linear"])
+@pytest.mark.parametrize("critical", [20.0, 45.0, 100.0])
+def test_any_number_of_workers_comes_to_the_same_end(critical, decay):
+    """Trainings that run ahead change nothing, in studies that are hard to decide."""
+    header = make_header(seeds=12, task={"lr_decay": decay})
+    ends = set()
+    for at_once in (1, 2, 5, 16):
+        made = studied(header, critical, at_once=at_once, sigma=0.02, lengths=1e9)
+        ends.add(dumps(summarize(header, Results(made), "complete").to_dict()))
+    assert len(ends) == 1
+
+
+def test_a_size_whose_seeds_are_used_up_is_no_end():
+    """Between one that fits and the smallest, one is bad: what is above it is still open."""
+    header = make_header(seeds=6)
+    runs = [*seeds(8, 6), *seeds(12, 6, slower=1.25, spread=0.05), *seeds(16, 4, spread=0.05)]
+    runs += seeds(32, 4, slower=1.02, spread=0.05)
+    assert first_size(runs, header)[0] in (16, 32)
+
+
+def test_a_ladder_goes_down_where_all_diverge_and_has_an_end():
+    header = make_header(settings={"tune": True})
+
+    def ladder(stable):
+        tried = {}
+        while True:
+            evidence = BatchSizes(header, Results(tried.values()))
+            found = Ladder(evidence, 0, LENGTH)
+            new = [*found.missing]
+            if not new:
+                return found
+            for step, seed in new:
+                loss = 2.0 - 0.1 * step if step <= stable else math.inf
+                one = training(8, seed, step=float(step), losses=lambda s, loss=loss: loss)
+                tried[step, seed] = one
+
+    assert ladder(stable=-4).best == -4
+    lost = ladder(stable=-9)
+    assert (lost.best, lost.tuned) == (-6, -6.0)
