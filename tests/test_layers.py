@@ -65,7 +65,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3564,
     "studies/advise": 1283,
-    "studies/compare": 1390,
+    "studies/compare": 1393,
     "studies/inspect": 1250,
     "studies/ab": 1012,
     "tasks": 1705,

@@ -31,8 +31,8 @@ from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker
 from steadygrad.tasks.guard import reason
 
-# Measurements of a step's time.
-TURNS = 28
+# Measurements of a step's time, and the fewest where they would take long.
+TURNS, LEAST_TURNS = 28, 6
 # Some optimizers divide by a learning rate; this one changes no weight.
 NO_RATE = 1e-12
 
@@ -44,7 +44,10 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
     entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
-    costs, slower = measured(trainer, entries)
+    # About a twentieth of the budget at most, which begins after them.
+    steps = settings.budget * speed / 20 / task.batch_size
+    turns = min(max(int(steps / (1 + len(entries))), LEAST_TURNS), TURNS)
+    costs, slower = measured(trainer, entries, turns)
     plan = make_plan(
         settings,
         tuple(entries),
@@ -130,7 +133,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
     ) from errors[0]
 
 
-def measured(trainer: Trainer, entries: Entries) -> tuple[dict[str, Cost], float]:
+def measured(trainer: Trainer, entries: Entries, turns: int) -> tuple[dict[str, Cost], float]:
     """Costs of a step by optimizer, and their mean time over the task's own optimizer's.
 
     That is at least 1, and rounded to a quarter power of two, so that a slightly busier machine
@@ -139,7 +142,7 @@ def measured(trainer: Trainer, entries: Entries) -> tuple[dict[str, Cost], float
     model, own = trainer.model, trainer.optimizer
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     optimizers = {name: entry.ready(model, entry.lr) for name, entry in entries.items()}
-    seconds = _seconds(trainer, {"": own, **optimizers})
+    seconds = _seconds(trainer, {"": own, **optimizers}, turns)
     held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
     trainer.restart()
     # The same on every rank.
@@ -149,7 +152,7 @@ def measured(trainer: Trainer, entries: Entries) -> tuple[dict[str, Cost], float
     return costs, float(2.0 ** (max(0, round(4 * math.log2(slower))) / 4))
 
 
-def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
     """Seconds of a training step of the task's batch with each optimizer, measured in turns.
 
     The weights stay, so that all steps see the same gradients.
@@ -159,7 +162,7 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[str,
             group["lr"] = NO_RATE
     backward: list[float] = []
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
-    for _ in range(TURNS):
+    for _ in range(turns):
         trainer.context.poll()
         for name, optimizer in optimizers.items():
             # Before each step, as in training: whichever step came first after a common one would
@@ -174,7 +177,7 @@ def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer]) -> dict[str,
             trainer.model.zero_grad()
     # The first third warms up.
     common = median(backward[len(backward) // 3 :])
-    return {name: common + median(found[TURNS // 3 :]) for name, found in steps.items()}
+    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
 
 
 def _clock(trainer: Trainer) -> float:

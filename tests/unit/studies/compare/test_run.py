@@ -7,14 +7,15 @@ import pytest
 import torch
 from msgspec.structs import replace as but
 
-from steadygrad.studies.compare.trials import NO_RATE, TURNS, _state_bytes, measured
+from steadygrad.studies.compare.schema import Settings
+from steadygrad.studies.compare.trials import NO_RATE, _state_bytes, measured, plan_for
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
 from steadygrad.studies.run import StudyFailed
 from steadygrad.studies.schema import Training
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, Places, begin, planned
-from tests.unit.studies.framework import go_on, lines, part
+from tests.unit.studies.framework import go_on, lines, make_trainer, part
 
 
 def test_tensors_of_a_state_count_at_any_depth_and_once():
@@ -142,7 +143,7 @@ def test_a_training_is_the_same_whatever_ran_before():
     places = Places(optimizers="muon,sgd")
     first = places.train("muon", seed=2)
     places.train("sgd", step=10, samples=64)
-    measured(places.trainer, places.entries)
+    measured(places.trainer, places.entries, 9)
     places.train("adamw", size=16)
     assert places.train("muon", seed=2) == first
     assert Places(optimizers="muon").train("muon", seed=2) == first
@@ -180,16 +181,26 @@ def test_the_time_of_a_step_leaves_the_weights(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", watched)
     backward, passes = places.trainer.backward, []
     monkeypatch.setattr(places.trainer, "backward", lambda *a: passes.append(backward(*a)))
-    costs, slower = measured(places.trainer, places.entries)
+    costs, slower = measured(places.trainer, places.entries, 9)
     # A backward pass before each step, as in training; the task's own optimizer is the fourth.
-    assert len(passes) == 4 * TURNS
+    assert len(passes) == 4 * 9
     # All steps see the same weights.
-    assert rates == [[NO_RATE]] * TURNS
+    assert rates == [[NO_RATE]] * 9
     assert {*costs} == {"adamw", "muon", "sgd"}
     assert all(cost.time_ratio > 0 for cost in costs.values())
     assert (costs["adamw"].time_ratio, slower >= 1) == (1, True)
     for own, other in zip(before, places.trainer.model.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(("budget", "turns"), [(60, 28), (1.2, 10), (0.1, 6)])
+def test_steps_are_timed_for_a_twentieth_of_the_budget(monkeypatch, budget, turns):
+    seen = []
+    seconds = lambda _, optimizers, turns: seen.append(turns) or dict.fromkeys(optimizers, 1.0)
+    monkeypatch.setattr("steadygrad.studies.compare.trials._seconds", seconds)
+    settings = Settings(optimizers="lans", budget=budget, samples=160)
+    plan_for(settings, make_trainer(), speed=2000.0, workers=1)
+    assert seen == [turns]
 
 
 def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
