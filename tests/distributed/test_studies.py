@@ -19,7 +19,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise, Settings
-from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare import schema
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
@@ -63,12 +62,10 @@ def inspect(folder, **options):
     return "done"
 
 
-def lose(folder, pattern):
-    """Keeps a copy of a run, and takes the last one of such checkpoints away."""
+def keep(folder):
+    """Keeps a copy of a run."""
     if os.environ["RANK"] == "0":
         shutil.copytree(folder, f"{folder}-alone")
-        for path in sorted(Path(folder, "checkpoints").glob(pattern))[-1:]:
-            path.unlink()
     dist.barrier()
 
 
@@ -79,13 +76,12 @@ def go_on(folder):
 
 def apart(folder):
     """A study whose ranks disagree on its name and on when and where it began."""
-    own, loaded, load = Path(folder, os.environ["RANK"]), [], Checkpoints.load
+    own = Path(folder, os.environ["RANK"])
     own.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(own)
-        patch.setattr(Checkpoints, "load", lambda *given: loaded.append(load(*given)) or loaded[-1])
         outcome = look(own / "run", spec("residual"), steps=STEPS)
-    return str(outcome.folder), len(loaded), loaded.count(None)
+    return str(outcome.folder)
 
 
 def small(folder, add):
@@ -97,11 +93,11 @@ def small(folder, add):
         start("compare", settings, Path(folder), monitor=Watcher())
 
 
-# The study, after how many samples another run of it is stopped, and which checkpoint that loses.
+# The study, and after how many samples another run of it is stopped.
 STOPPED = {
-    "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 900, "none"),
-    "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 1300, "none"),
-    "inspect-ddp": (inspect, {}, 3 * STEPS * 4, "after-*.pt"),
+    "advise-fsdp2": (advise, {"sharding": "fsdp2"}, 900),
+    "compare-ddp": (compare, {"plan": SMALLER, "optimizers": "adamw,lans"}, 1300),
+    "inspect-ddp": (inspect, {}, 3 * STEPS * 4),
 }
 # Only whole.
 OTHERS = {
@@ -121,7 +117,7 @@ def folder(tmp_path_factory):
         if stop:
             cut = str(folder / f"{name}-cut")
             calls.append(partial(study, cut, at=stop[0], **options))
-            calls += [partial(lose, cut, stop[1]), partial(go_on, cut)]
+            calls += [partial(keep, cut), partial(go_on, cut)]
     for found in ranks.studies(2, calls, folder / "ranks"):
         assert found in (["done"] * 2, [None] * 2)
     return folder
@@ -132,8 +128,7 @@ def test_two_processes_go_on_where_they_stopped(folder, name):
     alone = folder / f"{name}-cut-alone"
     assert read_run(alone).summary["status"] == "budget"
     whole = lines(folder / name)
-    assert 2 < len(lines(alone)) < len(whole)
-    # Both train again what had no checkpoint.
+    assert 1 < len(lines(alone)) < len(whole)
     assert lines(folder / f"{name}-cut") == whole
     with pytest.raises(InputError, match="world_size"):
         part(alone, 1)
@@ -192,20 +187,19 @@ def test_an_overflow_on_one_process_is_attributed_on_all(folder):
     run = read_run(folder / "inspect-ddp")
     after = parts_of(run.folder, "after")
     skipped = sum(part.skipped for part in after)
-    assert run.summary["diagnosis"]["nonfinite_at_any_scale"] == {"blocks.1": skipped}
+    (effect,) = (x for x in run.summary["findings"] if x.get("name") == "nonfinite_at_any_scale")
+    assert effect["layers"] == {"blocks.1": skipped}
     # Both processes' gradients are counted, and of each only finite steps.
     counts = [part.weights["last"] for part in after if "last" in part.weights]
     total = sum(h.zero + sum(h.counts) for h in counts)
     assert total == 2 * 17 * (STEPS - skipped)
 
 
-def test_all_processes_take_the_first_ones_folder_and_checkpoints(folder, tmp_path):
+def test_all_processes_take_the_first_ones_folder(folder, tmp_path):
     [[first, second]] = ranks.studies(2, [partial(apart, str(tmp_path))], tmp_path / "ranks")
     assert first == second
-    run, loaded, lost = first
-    assert run == str(tmp_path / "0" / "run")
-    assert (loaded > 5, lost) == (True, 0)
-    assert lines(Path(run)) == lines(folder / "inspect-ddp")
+    assert first == str(tmp_path / "0" / "run")
+    assert lines(Path(first)) == lines(folder / "inspect-ddp")
 
 
 def test_what_cannot_be_used_ends_all_processes(tmp_path):
@@ -281,7 +275,7 @@ def trained_on(path, sharding="ddp"):
         trainer.check_task()
         for number in range(10, 13):
             trainer.step(torch.arange(4 * number, 4 * number + 4))
-        return torch.cat([x.flatten() for x in trainer.state(0).model.values()]).tolist()
+        return torch.cat([x.flatten() for x in trainer.state().model.values()]).tolist()
 
 
 def test_a_task_starts_from_a_file_or_from_a_folder_of_two_processes(tmp_path):

@@ -89,7 +89,7 @@ class DistributedContext:
     def states(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """State dicts with whole tensors on every rank: one writes the file, and all read it."""
+        """State dicts with whole tensors on every rank."""
         if self.sharding == "fsdp2":
             return whole_states(model, optimizer)
         return model.state_dict(), optimizer.state_dict()

@@ -196,7 +196,7 @@ def refuse_links(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_symlink() and path.is_dir():
             raise RunError(
-                f"Expected the results and checkpoints of the run in {str(folder)!r}. Found "
+                f"Expected the results of the run in {str(folder)!r}. Found "
                 f"{path.name!r}, a link. Remedy: put in its place what it leads to."
             )
 

@@ -277,8 +277,6 @@ def _run(
     summary = summarize(header, results, status)
     if is_main:
         write_summary(folder, summary)
-    if status == "complete":
-        place.checkpoints.remove()
     outcome = Outcome(folder, summary, reason)
     if failure:
         raise StudyFailed(

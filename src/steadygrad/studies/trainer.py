@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
-from steadygrad.studies.checkpoint import State, on_host
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
@@ -53,6 +52,28 @@ LOOK_EVERY = 16
 
 T = TypeVar("T")
 Scaling = Callable[[nn.Module], Any]
+
+
+@dataclass
+class State:
+    """What training begins from, with whole tensors on the host.
+
+    Without an optimizer's ``state_dict`` a new one begins.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+def on_host(nest: Any) -> Any:
+    """A copy of a nest of dictionaries, lists and tensors in the host's memory."""
+
+    def copied(leaf: Any) -> Any:
+        # A copy of its own: the step that follows changes the original in place.
+        is_tensor = isinstance(leaf, Tensor)
+        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
+
+    return tree_map(copied, nest)
 
 
 class Diverged(InputError):
@@ -141,20 +162,18 @@ class Trainer:
         return State(weights, optimizer or {})
 
     def _begin(self, state: State) -> None:
-        """Begins with a new optimizer, or continues with that of a state."""
+        """Begins with a new optimizer, or with that of a state."""
         self._renew_optimizer()
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         self.scaler = self.scaling(self.model)
-        if state.scaler:
-            self.scaler.load_state_dict(copy.deepcopy(state.scaler))
         self.model.zero_grad()  # where there are gradients, torch makes no sharded states
         if state.optimizer:
             with guarded("The load_state_dict of the optimizer"):
                 self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
         self.set_rate(Rate())
         self.model.train()
-        self.steps = state.steps
+        self.steps = 0
         # Of steps whose losses were not read yet, and of those that were.
         self._losses: list[Tensor] = []
         self._looked_at: list[float] = []
@@ -177,15 +196,13 @@ class Trainer:
         self.load(start)
 
     def load(self, state: State) -> None:
-        """Goes on from a state, at the task's own learning rate."""
+        """Begins from a state, at the task's own learning rate."""
         self.context.load_model(self.model, state.model)
         self._begin(state)
 
-    def state(self, samples: int) -> State:
-        """A copy of the training's state in the host's memory, after ``samples``."""
-        model, optimizer = self.context.states(self.model, self.optimizer)
-        model, optimizer, scaler = map(on_host, (model, optimizer, self.scaler.state_dict()))
-        return State(model, optimizer, scaler, samples, self.steps)
+    def state(self) -> State:
+        """A copy of the training's state in the host's memory."""
+        return State(*map(on_host, self.context.states(self.model, self.optimizer)))
 
     def seed_everything(self, *names: object) -> None:
         """Seeds Python's, numpy's and torch's generators for one trial."""
@@ -195,7 +212,7 @@ class Trainer:
         np.random.seed(seed & 0xFFFFFFFF)
 
     def check_task(self) -> None:
-        """Evaluates, trains and saves once: a broken task is refused before the study begins."""
+        """Evaluates and trains once: a broken task is refused before the study begins."""
         together, size = self.context.together, self.task.batch_size
         before = fingerprints(self.model)
         self.fit_micro_batch(size)
@@ -208,9 +225,7 @@ class Trainer:
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
-        state = together(lambda: self.state(0))
-        together(lambda: self.load(state.reread()))
-        after = fingerprints(self.model)
+        state, after = together(self.state), fingerprints(self.model)
         if (start := self._start) is None:
             together(lambda: check_model_maker(self._make_anew, before, after))
         elif start.optimizer:
@@ -226,7 +241,7 @@ class Trainer:
     def check_rate(self) -> None:
         """Takes a step; refuses an optimizer whose steps are alike at two rates."""
         self.scaler.update(1.0)  # so that no step overflows
-        size, begin = self.task.batch_size, self.state(0)
+        size, begin = self.task.batch_size, self.state()
 
         def weights(steps: int, factor: float = 1.0) -> list[Any]:
             # Not a new scaler: for its hooks a compiled model would be compiled anew.

@@ -17,7 +17,6 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import Workers
@@ -47,12 +46,11 @@ GRACE = 10.0
 class Workplace:
     """The surroundings of trials; ``files`` are places of the functions that the settings name.
 
-    A trial is a pure function of the task, the seed and the state at its point of training, so that
-    trials can run in any order, in any process, and again after a crash.
+    A trial is a pure function of the task and the seed, so that trials can run in any order, in any
+    process, and again after a crash.
     """
 
     trainer: Trainer
-    checkpoints: Checkpoints
     # Told how many samples of work are done, as they are done, and on what.
     advance: Callable[[int, str], None]
     header: Any = None
@@ -261,7 +259,7 @@ def workplace(
     """The workplace of this process for the run in ``folder``."""
     # Other ranks may not see the folder.
     run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
-    return Workplace(trainer, Checkpoints(folder, run), lambda *_: None, header, files, run)
+    return Workplace(trainer, lambda *_: None, header, files, run)
 
 
 def make_trainer(

@@ -12,7 +12,7 @@ from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.schema import Training
 from tests.unit.cli.conftest import PLAIN
-from tests.unit.cli.quick import STUDIES, run_program, tiny
+from tests.unit.cli.quick import run_program, tiny
 from tests.unit.studies.framework import contents
 
 
@@ -183,25 +183,6 @@ def test_a_run_that_was_cut_short_is_reported_and_goes_on(
     assert (folder / "report.html").stat().st_size > 1000
     assert main(["advise", "--resume", str(folder), "--budget", "1h"]) == 0
     assert (folder / "summary.json").read_bytes() == (whole / "summary.json").read_bytes()
-
-
-@pytest.mark.slow
-def test_a_pipe_in_place_of_the_checkpoints_is_not_waited_for(tmp_path):
-    folder = tmp_path / "run"
-    assert main(["compare", tiny(), *STUDIES["compare"], *PLAIN, "--out", str(folder)]) == 0
-    (folder / "results" / "speed.json").unlink()
-    os.mkfifo(folder / "checkpoints")
-
-    def hang(*_):
-        pytest.fail("it waits")
-
-    before = signal.signal(signal.SIGALRM, hang)
-    signal.alarm(30)
-    try:
-        assert main(["compare", tiny(), "--resume", str(folder)]) == 0
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 TOGETHER = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

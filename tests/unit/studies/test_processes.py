@@ -170,4 +170,3 @@ def test_killed_at_random_moments_and_resumed_to_the_same_bytes(name, tmp_path):
         assert code in (-signal.SIGKILL, 0)
         print(f"{results} or {seconds}: {recorded(folder)} results")
     assert finish(name, folder, 2) == complete
-    assert not (folder / "checkpoints").exists()

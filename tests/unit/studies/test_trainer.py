@@ -1,10 +1,6 @@
 """The training loop: micro-batches, orders, generators, learning rates, states."""
 
-import hashlib
-import io
 import math
-import os
-import pickle
 import random
 from dataclasses import replace
 
@@ -17,8 +13,7 @@ from steadygrad._checks import InputError
 from steadygrad.optim import LANS
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
-from steadygrad.studies.checkpoint import Checkpoints
-from steadygrad.studies.folder import RunError, create
+from steadygrad.studies.folder import create
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order, seed_for
 from steadygrad.studies.trainer import Diverged
@@ -26,7 +21,7 @@ from steadygrad.studies.work import Workplace, work_on, workplace
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import PLAN, make_trainer, weights, worst
-from tests.unit.studies.results import RUNTIME, changed, make_header, make_training, no_space, trial
+from tests.unit.studies.results import RUNTIME, changed, make_header, make_training, trial
 from tests.unit.studies.tiny_task import losses, make_task, without_dropout
 
 # Micro-batches
@@ -70,7 +65,7 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
     # 16 of training and 64 of validation.
     assert seen == [6, 6, 4] + [6] * 10 + [4]
     seen.clear()
-    place = Workplace(trainer, Checkpoints(tmp_path), lambda samples, what: None)
+    place = Workplace(trainer, lambda samples, what: None)
     (*_, last) = noise(changed(PLAN, arms=(16,)), place, 64).points
     # A noise scale takes parts of one size.
     assert (last.samples, seen) == (64, [4] * 16)
@@ -331,76 +326,3 @@ def test_other_betas_are_refused_where_it_is_asked_for():
     trainer = make_trainer(make_task(make_optimizer=Lion))
     trainer.check_task()
     assert not trainer.second_moment
-
-
-# States
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_checkpoint_keeps_every_bit(tmp_path, dtype):
-    one, two = make_trainer(dtype=dtype), make_trainer(dtype=dtype)
-    order = main_order(4096, 0)
-    list(one.run(order, 0, 80, 4))
-    Checkpoints(tmp_path, "mine").save("here", one.state(80))
-    assert Checkpoints(tmp_path, "mine").load("here", 81) is None
-    assert Checkpoints(tmp_path, "another").load("here", 80) is None
-    two.load(Checkpoints(tmp_path, "mine").load("here", 80))
-    assert two.scaler.get_scale() == one.scaler.get_scale()
-    rest = []
-    for trainer in (one, two):
-        trainer.take_losses()
-        trainer.seed_everything("rest")
-        list(trainer.run(order, 80, 160, 4))
-        rest.append(trainer.take_losses())
-    assert rest[0] == rest[1]
-    assert len(rest[0]) == 20
-    assert one.steps == two.steps == 40
-    assert worst(weights(one), weights(two)) == 0.0
-
-
-class Runs:
-    """A pickle of it makes a folder as it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_checkpoints_pickle_is_not_run_behind_a_right_checksum(tmp_path):
-    file, path = io.BytesIO(), tmp_path / "checkpoints" / "here.pt"
-    torch.save({"name": Runs(tmp_path / "ran")}, file)
-    path.parent.mkdir()
-    path.write_bytes(hashlib.sha256(file.getvalue()).digest() + file.getvalue())
-    assert Checkpoints(tmp_path).load("here", 80) is None
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save("here", make_trainer().state(80))
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(RunError):
-        checkpoints.save("here", make_trainer().state(160))
-    assert checkpoints.load("here", 80) is not None
-
-
-def flipped(data):
-    """One bit of a weight is another."""
-    at = data.index(make_trainer().model[0].weight.detach().numpy().tobytes())
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-@pytest.mark.parametrize(
-    "damage", [flipped, lambda data: data[:100], lambda data: pickle.dumps({"name": "here"})]
-)
-def test_a_checkpoint_that_cannot_be_trusted_is_none(tmp_path, damage):
-    checkpoints, path = Checkpoints(tmp_path), tmp_path / "checkpoints" / "here.pt"
-    checkpoints.save("here", make_trainer().state(80))
-    path.write_bytes(damage(path.read_bytes()))
-    assert checkpoints.load("here", 80) is None
-    # That of another point.
-    checkpoints.save("there", make_trainer().state(80))
-    path.with_name("there.pt").rename(path)
-    assert checkpoints.load("here", 80) is None

@@ -33,10 +33,10 @@ Place = tuple[str, str]
 Exponents = Counter[float]
 
 
-def by_phase(results: Results) -> dict[str, list[Part]]:
-    """The parts of each phase, in the order of training."""
-    parts = results.select(Part)
-    return {phase: [part for part in parts if part.phase == phase] for phase in PHASES}
+def by_phase(results: Results) -> dict[str, Sequence[Part]]:
+    """The parts of each phase, in the order of training; of one that is not done none."""
+    found = {phase: results.get(schema.Phase, phase) for phase in PHASES}
+    return {phase: end.parts if end else () for phase, end in found.items()}
 
 
 def layers_of(parts: Sequence[Part]) -> list[str]:
@@ -83,8 +83,8 @@ def shares_of(phase: Sequence[Part]) -> dict[Place, schema.Shares]:
     return found
 
 
-def diagnose(phases: Phases) -> schema.Diagnosis:
-    """Diagnoses float16's effect on each layer; the first phase has begun."""
+def diagnose(phases: Phases) -> dict[schema.EffectName, Mapping[str, float]]:
+    """Diagnoses float16's effects, and gives the layers of each; the first two phases are done."""
     before, search, after = (phases[phase] for phase in PHASES)
     underflowing, limit = _underflowing(before, search), before[-1].scales[""] + NEAR
     near = {name for part in before for name, at in part.overflowed_at.items() if at <= limit}
@@ -99,14 +99,14 @@ def diagnose(phases: Phases) -> schema.Diagnosis:
         if name and kind == "weights" and share > WEIGHTS_LOST
         if shares.get((name, "activations"), 1.0) < BOUNDARY_LOST
     }
-    return schema.Diagnosis(
-        underflowing=underflowing,
+    return {
+        "underflowing": underflowing,
+        "nonfinite_at_any_scale": nonfinite,
+        "regressed": _large(_excess(after, before)),
+        "internal_underflow": internal,
         # If nothing underflows, these only brought the scale down from its start, as they should.
-        limiting=limiting if underflowing else {},
-        regressed=_large(_excess(after, before)),
-        nonfinite_at_any_scale=nonfinite,
-        internal_underflow=internal,
-    )
+        "limiting": limiting if underflowing else {},
+    }
 
 
 def propose(phases: Phases) -> schema.Proposal:

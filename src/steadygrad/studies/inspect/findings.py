@@ -1,14 +1,15 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import analysis, schema, words
 from steadygrad.studies.inspect.analysis import Phases
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, SEARCH, Part, Summary
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, SEARCH, Part, Summary
 
 
 def summarize(header: schema.Header, results: Results, status: str) -> Summary:
@@ -16,18 +17,20 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
     phases = analysis.by_phase(results)
     ends = {phase: results.get(schema.Phase, phase) for phase in (BEFORE, AFTER)}
     verdict: schema.VerdictName = "unmeasured"
-    found, proposal = schema.Diagnosis(), None
-    if len(phases[BEFORE]) == len(phases[SEARCH]) == PARTS:
+    effects, proposal = list[schema.Effect](), None
+    if phases[BEFORE] and phases[SEARCH]:
         found, proposal = analysis.diagnose(phases), analysis.propose(phases)
+        effects = [schema.Effect(name=name, layers=at) for name, at in found.items() if at]
         verdict = _verdict(phases[BEFORE], found, proposal)
         # Where no gradient was finite there is nothing to propose.
         proposal = None if verdict == "unseen" else replace(proposal, code=words.code(proposal))
+    first = [effect for effect in effects if effect.name == "nonfinite_at_any_scale"]
     findings = (
         schema.Verdict(verdict=verdict),
         _forward(phases),
-        *_effects(found, "nonfinite_at_any_scale"),
+        *first,
         schema.Remedy(loss=_loss(**ends)) if verdict in ("layers", "higher") else None,
-        *_effects(found, "regressed", "internal_underflow", "limiting"),
+        *(effect for effect in effects if effect not in first),
     )
     return Summary(
         study="inspect",
@@ -35,26 +38,27 @@ def summarize(header: schema.Header, results: Results, status: str) -> Summary:
         task=header.task.name,
         sample=header.task.sample,
         findings=tuple(finding for finding in findings if finding is not None),
-        diagnosis=found,
         proposal=proposal,
-        phases={name: _training(phases[name], ends[name]) for name in ends if phases[name]},
-        layers=tuple(_layers(phases, analysis.layers_of(results.select(Part)))),
+        phases={phase: _trained(end) for phase, end in ends.items() if end},
+        layers=tuple(_layers(phases)),
     ).worded(words)
 
 
 def _verdict(
-    before: Sequence[Part], found: schema.Diagnosis, proposal: schema.Proposal
+    before: Sequence[Part],
+    found: Mapping[schema.EffectName, Mapping[str, float]],
+    proposal: schema.Proposal,
 ) -> schema.VerdictName:
     # Of steps that are left out only what is not finite is counted.
     if all(held.overflow == 1 for held in analysis.shares_of(before).values()):
         return "unseen"
     if before[-1].loss == 0:
         return "zero"
-    if not found.underflowing:
+    if not found["underflowing"]:
         return "enough"
     if proposal.layer_scales:
         return "layers"
-    higher = not found.limiting and proposal.loss_scale > 2.0 ** before[-1].scales[""]
+    higher = not found["limiting"] and proposal.loss_scale > 2.0 ** before[-1].scales[""]
     return "higher" if higher else "spread"
 
 
@@ -67,11 +71,6 @@ def _forward(phases: Phases) -> schema.Forward | None:
     return None
 
 
-def _effects(found: schema.Diagnosis, *names: schema.EffectName) -> list[schema.Effect]:
-    effects = [schema.Effect(name=name, layers=getattr(found, name)) for name in names]
-    return [effect for effect in effects if effect.layers]
-
-
 def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.LossName:
     if before is None or after is None:
         return "unknown"
@@ -79,20 +78,20 @@ def _loss(before: schema.Phase | None, after: schema.Phase | None) -> schema.Los
     return "lower" if own < one else "not lower"
 
 
-def _training(parts: Sequence[Part], end: schema.Phase | None) -> schema.Training:
-    return schema.Training(
-        steps=parts[-1].steps,
-        skipped=sum(part.skipped for part in parts),
-        loss=parts[-1].loss,
-        loss_scale=2.0 ** parts[-1].scales[""],
-        valid_loss=end.valid_loss if end else None,
-        whole=len(parts) == PARTS,
+def _trained(end: schema.Phase) -> schema.Trained:
+    last = end.parts[-1]
+    return schema.Trained(
+        steps=last.steps,
+        skipped=sum(part.skipped for part in end.parts),
+        loss=last.loss,
+        loss_scale=2.0 ** last.scales[""],
+        valid_loss=end.valid_loss,
     )
 
 
-def _layers(phases: Phases, names: Iterable[str]) -> Iterable[schema.Layer]:
+def _layers(phases: Phases) -> Iterable[schema.Layer]:
     shares = {phase: analysis.shares_of(phases[phase]) for phase in (BEFORE, AFTER)}
-    for name in names:
+    for name in analysis.layers_of([*chain(*phases.values())]):
         seen = {
             phase: schema.Seen(
                 activations=held.get((name, "activations")),

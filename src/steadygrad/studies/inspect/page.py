@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
 from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Phases, Place
-from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Part, Summary
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Summary
 from steadygrad.studies.inspect.words import layer_title, power
 
 # Columns of what has no exponent, apart from the others.
@@ -29,7 +30,8 @@ COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
-    phases, layers = analysis.by_phase(run.results), analysis.layers_of(run.select(Part))
+    phases = analysis.by_phase(run.results)
+    layers = analysis.layers_of([*chain(*phases.values())])
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
     kinds = [kind for kind in KINDS if any(kind == k for at in held.values() for _, k in at)]
     return {

@@ -48,8 +48,8 @@ def follow_one_scale(
     scaler: LayerwiseGradScaler,
     culprits: Collection[str],
     before: Mapping[str, Any],
-    layer_scales: Collection[str] = (),
-    nonfinite: Collection[str] = (),
+    layer_scales: Collection[str],
+    nonfinite: Collection[str],
 ) -> None:
     """Backs the loss scale off for an overflow in a layer that has no scale of its own.
 

@@ -1,5 +1,6 @@
 """Types of ``inspect``: what is chosen and planned, what trials give, and what is concluded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -18,7 +19,9 @@ KINDS = ("activations", "weights")
 STEPS, LEAST_STEPS = 200, 16
 PhaseName = Literal["before", "search", "after"]
 VerdictName = Literal["enough", "higher", "layers", "spread", "zero", "unseen", "unmeasured"]
-EffectName = Literal["nonfinite_at_any_scale", "regressed", "internal_underflow", "limiting"]
+EffectName = Literal[
+    "underflowing", "nonfinite_at_any_scale", "regressed", "internal_underflow", "limiting"
+]
 LossName = Literal["lower", "not lower", "unknown"]
 ABOUT_STEPS = (
     "Optimizer steps with one loss scale; as many find scales, and as many try those proposed. "
@@ -39,13 +42,11 @@ class Settings(schema.CommonSettings):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
-    ``steps`` are optimizer steps of each phase, ``layers`` those that can have a scale of their
-    own; ``work`` is the cost of all trials, in samples.
+    ``steps`` are optimizer steps of each phase; ``work`` is the cost of all trials, in samples.
     """
 
     batch_size: Positive
     steps: Positive
-    layers: tuple[str, ...]
     work: Positive
 
     @property
@@ -69,11 +70,11 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 Layers = dict[str, Histogram]
 
 
-class Part(Result, frozen=True, tag="part"):
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An eighth of a phase.
 
     Attributes:
-        steps: Steps of the phase so far, and ``samples`` as well.
+        steps: Steps of the phase so far.
         loss: Mean of the training losses that were finite; None if none was.
         scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
         skipped: Steps left out because something was not finite.
@@ -85,11 +86,7 @@ class Part(Result, frozen=True, tag="part"):
         forward: Steps in which something was not finite in the forward pass, by its cause in words.
     """
 
-    key_fields = ("phase", "part")
-    phase: PhaseName
-    part: Annotated[int, Meta(ge=0, lt=PARTS)]
     steps: Count
-    samples: Count
     loss: float | None
     scales: dict[str, float]
     skipped: Count
@@ -100,23 +97,25 @@ class Part(Result, frozen=True, tag="part"):
     weights: Layers
     plain: dict[str, Layers]
     largest: dict[str, dict[str, float]]
-    forward: dict[str, Count] = msgspec.field(default_factory=dict)
-
-    @property
-    def work(self) -> int:
-        """Its share of the samples so far."""
-        return self.samples // (self.part + 1)
+    forward: dict[str, Count] = {}
 
 
 class Phase(Result, frozen=True, tag="phase"):
-    """Validation loss at the end of a phase; None where it is not finite."""
+    """A training, and its validation loss; None where it is not finite, or scales were searched."""
 
     key_fields = ("phase",)
     phase: PhaseName
+    samples: Count
+    parts: Annotated[tuple[Part, ...], Meta(min_length=PARTS, max_length=PARTS)]
     valid_loss: float | None
 
+    @property
+    def work(self) -> int:
+        """Those that were trained on."""
+        return self.samples
 
-RESULTS = Part | Phase
+
+RESULTS = Phase
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,29 +129,10 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
-class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Float16's effect on each layer, by its name; values that become zero or subnormal are lost.
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a training: its last part's mean training loss, and the scale of the loss.
 
-    Attributes:
-        underflowing: Share of the gradients lost with one loss scale, and not with one a layer.
-        limiting: Number of steps with an overflow, for layers whose overflows keep the loss scale
-            too low for the underflowing layers.
-        regressed: Share of the gradients lost with the proposed scales, and not with one.
-        nonfinite_at_any_scale: Steps of one training with gradients that no scale makes finite.
-        internal_underflow: Share of the weight gradients lost at any scale, perhaps inside.
-    """
-
-    underflowing: dict[str, float] = {}
-    limiting: dict[str, int] = {}
-    regressed: dict[str, float] = {}
-    nonfinite_at_any_scale: dict[str, int] = {}
-    internal_underflow: dict[str, float] = {}
-
-
-class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """A training so far: its last part's mean training loss, and the scale of the loss at the end.
-
-    ``valid_loss``: None where it was not measured or is not finite. ``whole``: all steps are done.
+    ``valid_loss``: None where it is not finite.
     """
 
     steps: int
@@ -160,7 +140,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     loss_scale: float
     valid_loss: float | None
-    whole: bool
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,10 +197,20 @@ class Remedy(Finding, frozen=True, tag="remedy"):
 
 
 class Effect(Finding, frozen=True, tag="effect"):
-    """Layers with a field of the diagnosis: shares of their gradients, or numbers of steps."""
+    """What float16 does to some layers; values that become zero or subnormal are lost.
+
+    ``name`` tells what the numbers of ``layers`` are.
+
+    ``"underflowing"``: share of the gradients lost with one loss scale, and not with one a layer.
+    ``"nonfinite_at_any_scale"``: steps of one training with gradients that no scale makes finite.
+    ``"regressed"``: share of the gradients lost with the proposed scales, and not with one.
+    ``"internal_underflow"``: share of the weight gradients lost at any scale, perhaps inside.
+    ``"limiting"``: steps with an overflow, of layers whose overflows keep the loss scale too low
+    for the underflowing ones.
+    """
 
     name: EffectName
-    layers: dict[str, float]
+    layers: Mapping[str, float]
 
 
 Findings = Verdict | Forward | Remedy | Effect
@@ -232,14 +221,17 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
 
     Attributes:
         findings: The verdict, then the most important first.
-        diagnosis: Empty before two phases can be compared.
-        proposal: None before that, and where no gradient was finite.
-        phases: ``"before"``, with one loss scale, and ``"after"``, with the proposed; once begun.
+        proposal: None before two phases can be compared, and where no gradient was finite.
+        phases: ``"before"``, with one loss scale, and ``"after"``, with the proposed; once done.
         layers: All layers with a gradient, in the order of the model.
     """
 
     findings: tuple[Findings, ...]
-    diagnosis: Diagnosis
     proposal: Proposal | None
-    phases: dict[str, Training]
+    phases: dict[str, Trained]
     layers: tuple[Layer, ...]
+
+    def effect(self, name: EffectName) -> Mapping[str, float]:
+        """The layers of an effect; empty where there is none."""
+        effects = [found for found in self.findings if isinstance(found, Effect)]
+        return next((found.layers for found in effects if found.name == name), {})

@@ -13,105 +13,68 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
-from steadygrad.scale.layers import automatic_layers
-from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
-from steadygrad.studies.inspect.plan import make_plan, next_trials, steps_of
-from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
+from steadygrad.studies.inspect.plan import make_plan, steps_of, trials_of
+from steadygrad.studies.inspect.schema import KINDS, PARTS, SEARCH, TITLES, Part, Plan
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Trial
 from steadygrad.studies.work import Workplace
 from steadygrad.watch import GradientWatch
 
-# Micro-batches of a window, and samples of the smallest batch that is cut.
+__all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
+
 # One loss scale to begin with. A forward pass that overflows is a finding.
 TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales}
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The steps that the settings name, or that fit the budget."""
-    task, layers = trainer.task, tuple(automatic_layers(trainer.model))
-    plan = Plan(batch_size=task.batch_size, steps=schema.STEPS, layers=layers, work=1)
-    return make_plan(settings, plan, len(task.valid), speed=speed, workers=workers)
-
-
-def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The next parts of phases, and an evaluation after the first phase and the last."""
-    return [*next_trials(header.plan, header.task.valid_size, results)]
-
-
-def part(plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, **scales: Any) -> Part:
-    """Trains over a part of a phase, and keeps the state after it; ``scales`` are those to try."""
-    trainer, (_, last) = place.trainer, steps_of(plan, part)
-    _enter(plan, place, phase, part, scales)
-    # Phases see the same data and the same random numbers.
-    trainer.seed_everything("train", part)
-    histograms = _train(plan, place, phase, part, scales.get("layer_scales", {}))
-    finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
-    samples = last * plan.batch_size
-    state = trainer.state(samples)
-
-    def keep() -> None:
-        place.checkpoints.save(f"{phase}-{part}", state)
-        # The one before is needed once more if this part is killed before it is recorded.
-        place.checkpoints.drop(f"{phase}-{part - 2}")
-        for searched in range(PARTS) if phase == AFTER else ():
-            place.checkpoints.drop(f"{SEARCH}-{searched}")
-
-    # The other ranks continue, and may read the file, when it is written.
-    trainer.context.on_main(keep)
-    loss = math.fsum(finite) / len(finite) if finite else None
-    log2 = {name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()}
-    return histograms.part(phase, part, steps=last, samples=samples, loss=loss, scales=log2)
+    task = trainer.task
+    return make_plan(settings, task.batch_size, len(task.valid), speed=speed, workers=workers)
 
 
 def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) -> schema.Phase:
-    """Evaluates the model at the end of a phase."""
-    _enter(plan, place, phase, PARTS, scales)
-    place.trainer.context.on_main(lambda: place.checkpoints.drop(f"{phase}-{PARTS - 2}"))
-    loss = place.evaluate()
-    return schema.Phase(phase=phase, valid_loss=loss if math.isfinite(loss) else None)
-
-
-TRIALS = {"part": part, "phase": phase}
-
-
-def _enter(
-    plan: Plan, place: Workplace, phase: schema.PhaseName, parts: int, scales: Mapping[str, Any]
-) -> None:
-    """Puts the trainer into the state after a number of parts of a phase."""
-    trainer, state, last = place.trainer, None, parts - 1
-    if parts:
-        samples = steps_of(plan, last)[1] * plan.batch_size
-        state = place.checkpoints.load(f"{phase}-{last}", samples)
-        # On every rank or on none: training again takes all of them.
-        if not all(trainer.context.gather(state is not None)):
-            part(plan, place, phase, last, **scales)
-            state = trainer.state(samples)
+    """Trains over a phase, and evaluates at its end; ``scales`` are those to try."""
+    trainer, searching = place.trainer, phase == SEARCH
     given = partial(scalers.given_scales, **scales)
-    trainer.scaling = scalers.searched_scales if phase == SEARCH else given
+    trainer.scaling = scalers.searched_scales if searching else given
     if "torch._dynamo" in sys.modules:
         # A new scaler has new hooks: a compiled model would be compiled once more each time,
         # until the compiler's limit is reached.
         torch.compiler.reset()
-    if state is None:
-        trainer.restart()
-    else:
-        trainer.load(state)
+    trainer.restart()
+    with GradientWatch(trainer.model) as watch:
+        train = partial(_train, plan, place, phase, scales.get("layer_scales", {}), watch)
+        parts = tuple(train(part) for part in range(PARTS))
+    loss = math.nan if searching else place.evaluate()
+    return schema.Phase(
+        phase=phase,
+        samples=plan.steps * plan.batch_size,
+        parts=parts,
+        valid_loss=loss if math.isfinite(loss) else None,
+    )
+
+
+TRIALS = {"phase": phase}
 
 
 def _train(
-    plan: Plan, place: Workplace, phase: schema.PhaseName, part: int, own: Mapping[str, float]
-) -> "ExponentHistograms":
+    plan: Plan,
+    place: Workplace,
+    phase: schema.PhaseName,
+    own: Mapping[str, float],
+    watch: GradientWatch,
+    part: int,
+) -> Part:
     """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
     trainer, size, searching = place.trainer, plan.batch_size, phase == SEARCH
+    # Phases see the same data and the same random numbers.
+    trainer.seed_everything("train", part)
     first, last = steps_of(plan, part)
     order = main_order(len(trainer.task.train), trainer.seed)
     histograms = ExponentHistograms(trainer.scaler.get_scales())
     device = trainer.context.device
     before, kept = trainer.scaler.state_dict(), generators_kept(device)
-    watch = GradientWatch(trainer.model)
     for end in trainer.run(order, first * size, last * size, size):
         scaler, nonfinite = trainer.scaler, list[str]()
         culprits, measured = scaler.culprits(), scaler.measured
@@ -129,8 +92,13 @@ def _train(
             histograms.add(measured, culprits, nonfinite)
         before, kept = scaler.state_dict(), generators_kept(device)
         place.advance(size, TITLES[phase])
-    watch.close()
-    return histograms
+    finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
+    return histograms.part(
+        plain=searching,
+        steps=last,
+        loss=math.fsum(finite) / len(finite) if finite else None,
+        scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
+    )
 
 
 def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> str | None:
@@ -186,11 +154,9 @@ class ExponentHistograms:
             self._scaled += counts
             self._plain += _moved(counts, -scales)
 
-    def part(
-        self, phase: schema.PhaseName, number: int, *, steps: int, samples: int, **rest: Any
-    ) -> Part:
-        """The result of a part; layers without any value of a kind are left out."""
-        scaled, plain = (
+    def part(self, *, plain: bool, **rest: Any) -> Part:
+        """The counts of a part; layers without any value of a kind are left out."""
+        scaled, unscaled = (
             {kind: self._by_name(counts[i]) for i, kind in enumerate(KINDS)}
             for counts in (self._scaled, self._plain)
         )
@@ -199,10 +165,6 @@ class ExponentHistograms:
             rows = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
             largest[kind] = {name: exponent for name, exponent in rows if name in scaled[kind]}
         return Part(
-            phase=phase,
-            part=number,
-            steps=steps,
-            samples=samples,
             skipped=self._skipped,
             forward=dict(self._forward),
             overflows=dict(self._overflows),
@@ -210,7 +172,7 @@ class ExponentHistograms:
             overflowed_at=self._overflowed_at,
             activations=scaled["activations"],
             weights=scaled["weights"],
-            plain=plain if phase == SEARCH else {kind: {} for kind in KINDS},
+            plain=unscaled if plain else {kind: {} for kind in KINDS},
             largest=largest,
             **rest,
         )

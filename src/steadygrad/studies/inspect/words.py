@@ -1,7 +1,7 @@
 """The findings in words: the answer, a remark for each kind of finding, and the table."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import WEIGHTS_LOST
@@ -48,7 +48,7 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
     if verdict == "unmeasured":
         why = f"the study {ENDS.get(s.status, '')} before scales were found"
         return "no layer can be judged yet", f": {why}"
-    found, before, after = s.diagnosis, s.phases[BEFORE], s.phases.get(AFTER)
+    before, after = s.phases[BEFORE], s.phases.get(AFTER)
     at = power(before.loss_scale)
     if s.proposal is None:
         why = f"none was finite, down to a scale of {at}"
@@ -57,21 +57,21 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
         return "the training loss is exactly 0 at the end, and so are its gradients", ""
     if verdict == "enough":
         where = "for every layer (torch.amp.GradScaler)"
-        if found.internal_underflow:
+        if s.effect("internal_underflow"):
             where = "at the boundaries of every layer"
         more = f" after {_steps(before.skipped)} with an overflow" if before.skipped else ""
         return f"one loss scale is enough {where}", f": it settled at {at}{more}"
-    starved = f"gradients underflow in {_in('underflowing', found.underflowing)}"
+    starved = f"gradients underflow in {_in('underflowing', s.effect('underflowing'))}"
     if verdict == "spread":
         why = f"one loss scale settled at {at}, and their exponents are too widely spread"
         return f"{starved}, and no scale prevents it", f": {why}"
-    guess = "" if after and after.whole else " (predicted, not trained)"
+    guess = "" if after else " (predicted, not trained)"
     if verdict == "higher":
         start = power(s.proposal.loss_scale)
         why = f"at {at}, where it settled, {starved}"
         return f"one loss scale is enough if it starts at {start}{guess}", f": {why}"
     own = f"scales of their own for {_few(s.proposal.layer_scales)}"
-    if after and after.whole and (s.status == "complete" or after.valid_loss):
+    if after:
         both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
         why = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
     else:
@@ -81,7 +81,8 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    said = (_remark(found, s) for found in s.findings[1:])
+    in_answer = schema.Effect(name="underflowing", layers=s.effect("underflowing"))
+    said = (_remark(found, s) for found in s.findings[1:] if found != in_answer)
     return tuple([*unfinished(s.status), *said][:3])
 
 
@@ -111,18 +112,18 @@ def too_little(s: Summary) -> str | None:
 
 def table(s: Summary) -> Table | None:
     """A row for each layer, before and after; None where no gradient was counted."""
-    found, own, rows = s.diagnosis, s.proposal.layer_scales if s.proposal else {}, []
-    verdicts: dict[str, Collection[str]] = {
-        "underflows": found.underflowing,
-        "limiting": found.limiting,
-        "nonfinite": found.nonfinite_at_any_scale,
-        "regressed": found.regressed,
+    own, rows = s.proposal.layer_scales if s.proposal else {}, []
+    verdicts: dict[str, schema.EffectName] = {
+        "underflows": "underflowing",
+        "limiting": "limiting",
+        "nonfinite": "nonfinite_at_any_scale",
+        "regressed": "regressed",
     }
     for layer in s.layers:
         lost = f"{_lost(layer.before)} / {_lost(layer.after)}"
         overflows = f"{layer.before.overflows:,} / {layer.after.overflows:,}"
         scale = power(own[layer.name]) if layer.name in own else "–"
-        verdict = ", ".join(text for text, layers in verdicts.items() if layer.name in layers)
+        verdict = ", ".join(text for text, name in verdicts.items() if layer.name in s.effect(name))
         rows.append((layer_title(layer.name), verdict or "–", lost, overflows, scale))
     scales = (f"{TITLES[phase]} ({power(run.loss_scale)})" for phase, run in s.phases.items())
     heads = ("layer", "verdict", "zero or subnormal", "steps that overflow", "scale of its own")
@@ -157,7 +158,7 @@ def layer_title(name: str) -> str:
     return name or "the rest of the model"
 
 
-def _in(name: str, layers: dict[str, float]) -> str:
+def _in(name: str, layers: Mapping[str, float]) -> str:
     """Layers, the worst first, with their steps or shares, which the field's name tells."""
     steps = name in ("nonfinite_at_any_scale", "limiting")
     worst = sorted(layers.items(), key=lambda pair: -pair[1])

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from steadygrad.studies.checkpoint import Checkpoints
 from steadygrad.studies.compare import trials
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import entries_of
@@ -49,9 +48,7 @@ class Places:
     def __init__(self, task=None, **settings):
         self.trainer, self.told = make_trainer(task), []
         self.entries = entries_of(Settings(**settings), self.trainer.task)
-        self.place = Workplace(
-            self.trainer, Checkpoints.__new__(Checkpoints), lambda n, what: self.told.append(n)
-        )
+        self.place = Workplace(self.trainer, lambda n, what: self.told.append(n))
         self.place.tools = self.entries
         self.plan = planned([*self.entries], (4, 16))
 

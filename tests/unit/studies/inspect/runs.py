@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize
-from steadygrad.studies.inspect.schema import Histogram, Part, Settings
+from steadygrad.studies.inspect.schema import Histogram, Part, Phase, Settings
 from steadygrad.studies.run import start
 from tests.unit.studies.framework import Watcher, speed_in_a_moment
 from tests.unit.studies.results import RUNTIME, changed, make_header
@@ -16,7 +18,7 @@ HEADER = make_header(
     study="inspect",
     kind=schema.Header,
     settings=Settings(task="tiny_task.py:make_task", steps=80),
-    plan=schema.Plan(batch_size=4, steps=80, layers=("early", "late"), work=1004),
+    plan=schema.Plan(batch_size=4, steps=80, work=1004),
     runtime=changed(RUNTIME, dtype="float16"),
 )
 
@@ -38,18 +40,18 @@ def look(folder, task, *, steps=16, at=None, monitor=None, **settings):
 
 def parts_of(folder, phase=None):
     """The recorded parts, of one phase or of all."""
-    found = read_run(folder).select(Part)
-    return [part for part in found if phase in (None, part.phase)]
+    found = read_run(folder).select(Phase)
+    return [part for end in found if phase in (None, end.phase) for part in end.parts]
 
 
 def counts(low, *numbers, zero=0, over=0):
     return Histogram(zero=zero, low=low, counts=numbers, over=over)
 
 
-def parts(
-    phase, weights, largest, overflows=None, *, kind="weights", plain=None, settled=8.0, **fields
+def phase(
+    name, weights, largest, overflows=None, *, kind="weights", plain=None, settled=8.0, **fields
 ):
-    """Eight equal parts of a phase; layers have gradients of one kind only."""
+    """The result of a phase of eight equal parts; layers have gradients of one kind only."""
     other = {"weights": "activations", "activations": "weights"}[kind]
     same = {
         "overflows": overflows or {},
@@ -63,10 +65,13 @@ def parts(
         "skipped": 0,
         **fields,
     }
-    return [
-        Part(phase=phase, part=part, steps=part + 1, samples=part + 1, loss=1.0, **same)
-        for part in range(8)
-    ]
+    parts = tuple(Part(steps=step, **{"loss": 1.0, **same}) for step in range(1, 9))
+    return [Phase(phase=name, samples=32, parts=parts, valid_loss=1.0)]
+
+
+def with_parts(results, **fields):
+    """Results whose parts have other fields."""
+    return [replace(x, parts=tuple(replace(part, **fields) for part in x.parts)) for x in results]
 
 
 def summary_of(results, status="complete"):
@@ -77,7 +82,7 @@ def summary_of(results, status="complete"):
 LARGEST = {"early": -18.0, "late": 5.0}
 UNDERFLOWING = [
     # A scale of 2**8: half of what is in the early layer is zero, a quarter subnormal.
-    *parts("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
-    *parts("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
+    *phase("before", {"early": counts(-15, 25, 25, zero=50), "late": counts(10, 100)}, LARGEST),
+    *phase("search", {"early": counts(-3, 100), "late": counts(9, 100)}, LARGEST),
 ]
-STARVED, FED = UNDERFLOWING[0].weights, UNDERFLOWING[8].weights
+STARVED, FED = (end.parts[0].weights for end in UNDERFLOWING)

@@ -13,22 +13,24 @@ from steadygrad.studies import charts
 from steadygrad.studies.folder import Results, Run
 from steadygrad.studies.inspect import page
 from steadygrad.studies.inspect.page import NOT_FINITE, ZERO
+from steadygrad.studies.inspect.schema import Phase
 from steadygrad.studies.page import render
 from tests.unit.report.conftest import no_charts  # noqa: F401
-from tests.unit.studies.inspect.runs import HEADER, counts, parts, summary_of
+from tests.unit.studies.inspect.runs import HEADER, counts, phase, summary_of
 
 LONG = "a.layer.with.a.name.that.is.much.longer.than.any.chart.has.room.for"
 REST = "the rest of the model"
 TITLES = ["one loss scale", "the proposed scales"]
 
 
-def trained(phase, **layers):
+def trained(name, **layers):
     """A phase; before scales have settled everything looks different."""
-    calm = {name: counts(-8, 9, 20, 40, 20, 10, zero=1) for name in ("", "early", "late", LONG)}
-    first = parts(phase, calm, {})[:4]
-    found = first + parts(phase, calm | layers, {})[4:]
-    top = 2.0 if phase == "before" else 1.0
-    return [replace(part, steps=10 * n, loss=top / n) for n, part in enumerate(found, start=1)]
+    calm = dict.fromkeys(("", "early", "late", LONG), counts(-8, 9, 20, 40, 20, 10, zero=1))
+    first, last = (phase(name, held, {})[0].parts for held in (calm, calm | layers))
+    top = 2.0 if name == "before" else 1.0
+    found = enumerate(first[:4] + last[4:], start=1)
+    parts = tuple(replace(part, steps=10 * n, loss=top / n) for n, part in found)
+    return [Phase(phase=name, samples=80, parts=parts, valid_loss=None)]
 
 
 EARLY = counts(-20, 10, 20, 10, zero=60)
@@ -106,7 +108,7 @@ def test_the_curves_are_the_losses(painted):
 @pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize("phases", [(), ("before",), ("before", "search")])
 def test_a_partial_run_says_so(phases):
-    results = [part for phase in phases for part in trained(phase)]
+    results = [end for name in phases for end in trained(name)]
     text = render(made_run(*results))
     assert "no result yet" in text
     assert ("Where the bits go" in text) == bool(phases)
@@ -125,12 +127,7 @@ def test_a_partial_run_says_so(phases):
     ],
 )
 def test_any_name_is_a_label(name, shown):
-    page = render(made_run(*parts("before", {name: EARLY}, {}), status="budget"))
+    page = render(made_run(*phase("before", {name: EARLY}, {}), status="budget"))
     drawings = re.findall("<svg.*?</svg>", page, re.DOTALL)
     texts = [text.text for svg in drawings for text in ET.fromstring(svg).iter("text")]
     assert shown in texts
-
-
-def test_the_map_waits_for_the_second_half_of_a_phase():
-    text = render(made_run(trained("before")[0]))
-    assert ("training-w-axes" in text, "heat-" in text) == (True, False)

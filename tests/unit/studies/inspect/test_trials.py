@@ -1,6 +1,5 @@
 """What a step leaves: counts of exponents, scales that move, and whose fault an overflow is."""
 
-import copy
 import random
 
 import msgspec
@@ -19,7 +18,7 @@ from steadygrad.studies.order import generators_kept
 from tests.reference.layerwise import fates
 from tests.unit.studies.fp16_task import Explode
 from tests.unit.studies.framework import generators, make_trainer
-from tests.unit.studies.inspect.runs import counts, parts
+from tests.unit.studies.inspect.runs import counts, phase
 from tests.unit.studies.tiny_task import make_task
 
 # Counts
@@ -31,8 +30,7 @@ def counted(*steps, plain=False):
     for values, scale, *culprits in steps:
         rows = torch.stack([exponent_histogram(torch.tensor(row)) for row in ([], values)])
         histograms.add(MeasuredExponents(rows, rows, torch.tensor([1.0, scale])), *culprits or [[]])
-    phase, known = "search" if plain else "before", {"loss": None, "scales": {}}
-    part = histograms.part(phase, 0, steps=1, samples=1, **known)
+    part = histograms.part(plain=plain, steps=1, loss=None, scales={})
     return msgspec.structs.asdict(part)
 
 
@@ -69,11 +67,11 @@ def test_what_a_scale_makes_zero_or_subnormal(log2):
     values = [0.0, 1.0, 2.0**-10, 2.0**-14, 2.0**15, torch.inf]
     held = _histogram(exponent_histogram(torch.tensor(values)).double())
     zero, flushed, subnormal, overflow = fates(values, 2.0**log2, torch.float16)
-    (all_counted,) = counts_of(parts("before", {"a": held}, {})).values()
+    (all_counted,) = counts_of(phase("before", {"a": held}, {})[0].parts).values()
     # Of the second half of eight parts, with six values each.
     assert lost(all_counted, log2) == pytest.approx(4 * 6 * (flushed + subnormal))
     scaled = replace(held, low=held.low + log2)
-    (found,) = shares_of(parts("before", {"a": scaled}, {})).values()
+    (found,) = shares_of(phase("before", {"a": scaled}, {})[0].parts).values()
     expected = (zero + flushed, subnormal, overflow)
     assert (found.zero, found.subnormal, found.overflow) == pytest.approx(expected)
 
@@ -86,7 +84,7 @@ def test_the_loss_scale_has_a_floor():
     scaler = scalers.given_scales(net, 2 * scalers.LEAST_SCALE)
     for _ in range(3):
         before = scaler.state_dict()
-        scalers.follow_one_scale(scaler, [""], before)
+        scalers.follow_one_scale(scaler, [""], before, [], [])
     assert scaler.get_scale() == scalers.LEAST_SCALE
 
 
@@ -95,9 +93,9 @@ def test_an_overflow_that_no_scale_prevents_moves_none():
     scaler = scalers.given_scales(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), 2.0**8)
     before = scaler.state_dict()
     scaler.update(2.0**7)
-    scalers.follow_one_scale(scaler, ["1"], before, nonfinite=["1"])
+    scalers.follow_one_scale(scaler, ["1"], before, [], ["1"])
     assert scaler.state_dict()["layers"] == before["layers"]
-    scalers.follow_one_scale(scaler, ["0", "1"], before, nonfinite=["1"])
+    scalers.follow_one_scale(scaler, ["0", "1"], before, [], ["1"])
     assert scaler.get_scales() == {"": 2.0**7, "0": 1.0, "1": 1.0}
 
 
@@ -166,13 +164,13 @@ def test_a_probe_leaves_no_trace():
 
     trainer.task.train.batch = augmented
     _, probed = probe(trainer)
-    kept, drawn = copy.deepcopy(trainer.state(4)), generators()
+    kept, scales, drawn = trainer.state(), trainer.scaler.state_dict(), generators()
     assert probed() == ["1"]
     first, second = seen
     assert first == second
     assert generators() == drawn
-    now = trainer.state(4)
-    assert now.scaler == kept.scaler
+    now = trainer.state()
+    assert trainer.scaler.state_dict() == scales
     assert kept.model.keys() == now.model.keys()
     assert all(torch.equal(kept.model[name], now.model[name]) for name in kept.model)
     assert all(p.grad is None for p in trainer.model.parameters())
