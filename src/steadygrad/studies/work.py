@@ -106,8 +106,8 @@ def work_on(trial: Trial, place: Workplace) -> Result:
     kind, *values = trial.key
     function = module_of(header.study, "trials").TRIALS[kind]
     result: Result = trainer.by_halves(lambda: function(header.plan, place, *values, **trial.given))
-    seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return msgspec.structs.replace(result, time={**seconds, **result.time})
+    own = {"cost": trial.cost, "seconds": round(time.monotonic() - began, 3)}
+    return msgspec.structs.replace(result, time={**own, **result.time})
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.open = trials_of(self.place.header, self.results)
-        done = sum(result.work for result in self.results)
+        done = int(sum(result.time.get("cost", 0) for result in self.results))
         # Results may call for more trials than are known.
         missing = sum(trial.cost for trial in self.open)
         self.monitor.begin(max(self.place.header.plan.work, done + missing), done)
