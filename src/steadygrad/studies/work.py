@@ -249,7 +249,7 @@ def run_trial(folder: str, trial: Trial, files: str) -> Result:
 def _worker(folder: str, run: str, files: str) -> Workplace:
     """A run in this process, made once."""
     path, found = Path(folder), json.loads(files)
-    header, _ = read_header(path)
+    header = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
     return workplace(header, found, path, trainer)
