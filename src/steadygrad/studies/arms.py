@@ -17,7 +17,6 @@ def train(
     rate: Rate,
     *,
     marks: Sequence[int] = (),
-    what: str = "",
     must_hold: bool = False,
 ) -> tuple[tuple[int, float], ...]:
     """Trains the place's task from its initial weights, and evaluates after each mark.
@@ -32,7 +31,6 @@ def train(
         seed: Number of the seed.
         rate: Learning rate.
         marks: Samples after which the model is evaluated. Default: the end alone.
-        what: Name in messages.
         must_hold: Whether divergence is an error, and no result.
 
     Returns:
@@ -59,7 +57,7 @@ def train(
     order = main_order(len(trainer.task.train), trainer.seed, seed)
     try:
         for seen in trainer.run(order, 0, samples, batch_size, rate=rate):
-            place.advance(seen - at, what)
+            place.advance(seen - at)
             at = seen
             if at >= left[0]:
                 evaluate()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,8 +53,8 @@ class Workplace:
 
     trainer: Trainer
     checkpoints: Checkpoints
-    # Told how many samples of work are done, as they are done, and on what.
-    advance: Callable[[int, str], None]
+    # Told how many samples of work are done, as they are done.
+    advance: Callable[[int], None]
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
     run: str = ""  # its identity
@@ -70,7 +70,7 @@ class Workplace:
         getattr(optimizer, "eval", lambda: None)()
         loss = self.trainer.evaluate()
         getattr(optimizer, "train", lambda: None)()
-        self.advance(evaluation_cost(len(self.trainer.task.valid)), "")
+        self.advance(evaluation_cost(len(self.trainer.task.valid)))
         return loss
 
 
@@ -81,7 +81,7 @@ class Monitor(Protocol):
         """Told once: the samples of work in all, and those done before."""
 
     def advance(self, samples: int, what: str) -> None:
-        """Called as work is done, with the trials that it was done on."""
+        """Called as work is done, with the name of its trial."""
 
     def say(self, line: str) -> None:
         """A line for the user, such as a warning."""
@@ -161,7 +161,7 @@ class Coordinator:
             future = self.pool.submit(run_trial, folder, trial, files)
         else:
             future = Future()
-            self.place.advance = self.monitor.advance
+            self.place.advance = partial(self.monitor.advance, what=trial.what)
             with _naming(trial):
                 future.set_result(work_on(trial, self.place))
         self.running[future] = trial
@@ -261,7 +261,7 @@ def workplace(
     """The workplace of this process for the run in ``folder``."""
     # Other ranks may not see the folder.
     run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
-    return Workplace(trainer, Checkpoints(folder, run), lambda *_: None, header, files, run)
+    return Workplace(trainer, Checkpoints(folder, run), lambda samples: None, header, files, run)
 
 
 def make_trainer(

@@ -24,7 +24,7 @@ from tests.unit.studies.results import changed, make_header, make_training, tria
 
 def toy(plan, place, arm, samples, step, seed, loss=None):
     """A training whose loss is the number of its arm, or as it is given."""
-    place.advance(samples, "all of it")
+    place.advance(samples)
     return make_training(float(arm if loss is None else loss), arm=arm, samples=samples)
 
 
@@ -79,7 +79,7 @@ class Setting:
         monkeypatch.setattr("os.fsync", lambda handle: None)
         trainer = SimpleNamespace(context=DistributedContext(self.deadline))
         trainer.by_halves = lambda attempt: attempt()
-        self.place = Workplace(trainer, None, lambda *_: None, make_header())
+        self.place = Workplace(trainer, None, lambda samples: None, make_header())
         pool = Workers(self.make, lambda: self.workers, end=self.end) if parallel else None
         monkeypatch.setitem(trials.TRIALS, "training", toy)
         monkeypatch.setattr(trials, "trials_of", self.ask)

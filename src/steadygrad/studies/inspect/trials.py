@@ -17,7 +17,7 @@ from steadygrad.scale.layers import automatic_layers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import make_plan, next_trials, steps_of
-from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, TITLES, Part, Plan
+from steadygrad.studies.inspect.schema import AFTER, KINDS, PARTS, SEARCH, Part, Plan
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial
@@ -128,7 +128,7 @@ def _train(
         if forward is None:
             histograms.add(measured, culprits, nonfinite)
         before, kept = scaler.state_dict(), generators_kept(device)
-        place.advance(size, TITLES[phase])
+        place.advance(size)
     watch.close()
     return histograms
 
