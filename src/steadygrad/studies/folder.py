@@ -27,7 +27,7 @@ DEPENDENT = (
     "A sample's loss depends on the other samples of its batch: the batch size is part of what is "
     "trained, and no batch can be cut into micro-batches, as a noise scale needs."
 )
-HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
+HEADER, SUMMARY, RESULTS = "header.json", "summary.json", "results"
 
 R = TypeVar("R", bound=Result)
 
@@ -132,12 +132,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 def write_summary(folder: Path, summary: Any) -> None:
     """Replaces ``summary.json``."""
     replace_file(folder / SUMMARY, _text(summary))
-
-
-def write_page(folder: Path, html: str) -> Path:
-    """Replaces ``report.html``, and returns its path."""
-    replace_file(folder / PAGE, html.encode("utf-8", "replace"))
-    return folder / PAGE
 
 
 def read_header(folder: Path) -> Any:

@@ -141,19 +141,16 @@ class Coordinator:
                 (self.folder / STOP_FILE).unlink()
             while self.open:
                 self.place.trainer.context.poll()
-                self._submit()
+                busy = {trial.key for trial in self.running.values()}
+                most = self.pool.count() if self.pool else 1
+                for trial in self.open:
+                    if len(self.running) < most and trial.key not in busy:
+                        self._start(trial)
                 if self._collect():
                     self.open = trials_of(self.place.header, self.results)
         finally:
             if self.pool:
                 self._stop(self.pool)
-
-    def _submit(self) -> None:
-        busy = {trial.key for trial in self.running.values()}
-        most = self.pool.count() if self.pool else 1
-        for trial in self.open:
-            if len(self.running) < most and trial.key not in busy:
-                self._start(trial)
 
     def _start(self, trial: Trial) -> None:
         if self.pool:

@@ -14,7 +14,7 @@ from steadygrad.studies.folder import (
     create,
     identity,
     read_run,
-    write_page,
+    replace_file,
     write_result,
     write_summary,
 )
@@ -240,14 +240,14 @@ def ctrl_c(*_):
 @pytest.mark.parametrize("fault", [no_space, ctrl_c])
 def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch, fault):
     run = write(tmp_path / "run", make_training(2.0), summary={"study": "advise"})
-    write_page(run.folder, "old")
+    replace_file(run.folder / "report.html", b"old")
     before = names(run.folder)
     monkeypatch.setattr(os, "fsync", fault)
     for call in (
         lambda: write_result(run.folder, make_training(1.0)),
         lambda: write_result(run.folder, make_training(1.0, seed=1)),
         lambda: write_summary(run.folder, {}),
-        lambda: write_page(run.folder, "new"),
+        lambda: replace_file(run.folder / "report.html", b"new"),
     ):
         with pytest.raises((RunError, KeyboardInterrupt)):
             call()
@@ -260,8 +260,8 @@ def test_each_write_has_a_part_file_of_its_own(tmp_path, monkeypatch):
     """One that a kill left behind stops no later write."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda part, path: None)
-        write_page(tmp_path, "killed")
-    write_page(tmp_path, "new")
+        replace_file(tmp_path / "report.html", b"killed")
+    replace_file(tmp_path / "report.html", b"new")
     assert (tmp_path / "report.html").read_text() == "new"
 
 
@@ -285,6 +285,6 @@ def test_a_link_that_came_with_the_folder_is_not_followed(tmp_path, name, monkey
     # As if the name had been guessed.
     monkeypatch.setattr("secrets.token_hex", lambda _: "taken")
     with suppress(RunError):
-        write_page(folder, "page")
+        replace_file(folder / "report.html", b"page")
     assert victim.read_text() == "precious"
     assert name != "report.html" or not (folder / name).is_symlink()
