@@ -34,11 +34,7 @@ MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """The longest training whose batch sizes can be told apart in the budget.
-
-    Raises:
-        InputError: If the budget is too small for any answer.
-    """
+    """The longest training whose batch sizes can be told apart in the budget."""
     task, context = trainer.task, trainer.context
     if 0 < settings.seeds < FIRST:
         raise InputError(
