@@ -9,12 +9,7 @@ from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise import schema
-from steadygrad.studies.advise.plan import (
-    RUNS,
-    end_marks,
-    lengths_of,
-    make_plan,
-)
+from steadygrad.studies.advise.plan import RUNS, end_marks, lengths_of, make_plan
 from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.arms import train
