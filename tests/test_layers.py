@@ -61,10 +61,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 789,
+    "cli": 785,
     "integrations": 949,
     "studies": 3509,
-    "studies/advise": 1283,
+    "studies/advise": 1268,
     "studies/compare": 1393,
     "studies/inspect": 1191,
     "studies/ab": 1012,

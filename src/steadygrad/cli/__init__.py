@@ -22,14 +22,10 @@ HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program.
+    """Runs the program with these arguments, or those of the process; returns the exit code.
 
-    Args:
-        argv: The arguments. Default: those of the process.
-
-    Returns:
-        The exit code: 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or
-        128 plus the number of the signal that ended it.
+    That is 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or 128 plus
+    the number of the signal that ended it.
     """
     arguments, rank, size = list(sys.argv[1:] if argv is None else argv), 0, 1
     try:

@@ -52,10 +52,9 @@ class Monitor:
             self.write(f"work done: {done:,} of {total:,}")
 
     def advance(self, samples: int, what: str) -> None:
-        """Counts work that was done; without a name it is part of the trial before."""
+        """Counts work that was done, and names what it was done on."""
         rest = f"left, budget {self.budget_left() / 60:.1f} min"
-        said = printable(what) or None
-        self.bar.update(self.task.id, advance=samples, description=said, rest=rest)
+        self.bar.update(self.task.id, advance=samples, description=printable(what), rest=rest)
         if not self.drawn and self.clock() >= self.printed + EVERY:
             self.printed = self.clock()
             self.write(" ".join(str(column.render(self.task)) for column in self.columns))

@@ -18,8 +18,9 @@ from steadygrad.cli.options import options_of
 from steadygrad.cli.progress import Monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
-from steadygrad.studies.folder import PAGE, dumps
+from steadygrad.studies.folder import dumps
 from steadygrad.studies.order import generators_kept
+from steadygrad.studies.page import PAGE
 from steadygrad.studies.run import Outcome, StudyFailed, conduct
 from steadygrad.studies.schema import Summary
 from steadygrad.tasks import Task

@@ -17,30 +17,14 @@ def train(
     rate: Rate,
     *,
     marks: Sequence[int] = (),
-    what: str = "",
     must_hold: bool = False,
 ) -> tuple[tuple[int, float], ...]:
     """Trains the place's task from its initial weights, and evaluates after each mark.
 
     Arms that are trained with one seed begin with the same weights, and see the same samples and
-    random numbers.
-
-    Args:
-        place: Whose trainer has the arm's task.
-        batch_size: Samples of a step.
-        samples: Length of the training; the last batch is whole.
-        seed: Number of the seed.
-        rate: Learning rate.
-        marks: Samples after which the model is evaluated. Default: the end alone.
-        what: Name in messages.
-        must_hold: Whether divergence is an error, and no result.
-
-    Returns:
-        Samples seen and validation loss, at least of the end; the last one is infinite where the
-        training diverged.
-
-    Raises:
-        Diverged: If it diverged, and must not.
+    random numbers. ``marks`` are numbers of samples. Default: the end alone. Samples seen and
+    validation losses are returned; the last loss is infinite where the training diverged, which is
+    an error where it ``must_hold``.
     """
     trainer, at, left = place.trainer, 0, sorted({*marks, samples})
     found: list[tuple[int, float]] = []
@@ -59,7 +43,7 @@ def train(
     order = main_order(len(trainer.task.train), trainer.seed, seed)
     try:
         for seen in trainer.run(order, 0, samples, batch_size, rate=rate):
-            place.advance(seen - at, what)
+            place.advance(seen - at)
             at = seen
             if at >= left[0]:
                 evaluate()

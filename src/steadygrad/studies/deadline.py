@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,13 +20,6 @@ class StudyInterrupted(Exception):
     def __init__(self, reason: int) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-def stop_if(flags: Sequence[float]) -> None:
-    """Raises :class:`StudyInterrupted` if one of a deadline's ``flags`` is not zero."""
-    for reason, flag in zip(REASONS, flags, strict=True):
-        if flag:
-            raise StudyInterrupted(int(reason))
 
 
 class Deadline:

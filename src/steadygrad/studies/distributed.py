@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from steadygrad._checks import InputError
 from steadygrad.distributed import World, gather_json, join_processes, leave_processes
 from steadygrad.shards import load_model_state, load_optimizer_state, shard_model, whole_states
-from steadygrad.studies.deadline import Deadline, stop_if
+from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
 from steadygrad.tasks.guard import guarded
 
 T = TypeVar("T")
@@ -124,7 +124,9 @@ class DistributedContext:
         if not self.is_main:
             flags[-1] = 0.0
         found = self.sum([*flags, *values])
-        stop_if(found[: len(flags)])
+        for reason, flag in zip(REASONS, found, strict=False):
+            if flag:
+                raise StudyInterrupted(int(reason))
         return [value / self.size for value in found[len(flags) :]]
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ DEPENDENT = (
     "A sample's loss depends on the other samples of its batch: the batch size is part of what is "
     "trained, and no batch can be cut into micro-batches, as a noise scale needs."
 )
-HEADER, SUMMARY, PAGE, RESULTS = "header.json", "summary.json", "report.html", "results"
+HEADER, SUMMARY, RESULTS = "header.json", "summary.json", "results"
 
 R = TypeVar("R", bound=Result)
 
@@ -135,14 +134,8 @@ def write_summary(folder: Path, summary: Any) -> None:
     replace_file(folder / SUMMARY, _text(summary))
 
 
-def write_page(folder: Path, html: str) -> Path:
-    """Replaces ``report.html``, and returns its path."""
-    replace_file(folder / PAGE, html.encode("utf-8", "replace"))
-    return folder / PAGE
-
-
-def read_header(folder: Path) -> tuple[Any, Any]:
-    """The header of a run, and the module of its study's types."""
+def read_header(folder: Path) -> Any:
+    """The header of a run."""
     path = folder / HEADER
     try:
         found = read_json(path)
@@ -164,12 +157,10 @@ def read_header(folder: Path) -> tuple[Any, Any]:
     study = found.get("study")
     if str(study) not in STUDIES:
         raise _wrong(path, "the header of a known study", f"study = {study!r}")
-    schema = module_of(study, "schema")
     try:
-        header = msgspec.convert(found, schema.Header, strict=False)
+        return msgspec.convert(found, module_of(study, "schema").Header, strict=False)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise _wrong(path, "a header that makes sense", str(error)) from None
-    return header, schema
 
 
 def read_run(folder: Path) -> Run:
@@ -178,10 +169,9 @@ def read_run(folder: Path) -> Run:
     A result that cannot be read, or is another run's, is left out: its trial is run again.
     """
     folder = Path(folder)
-    header, schema = read_header(folder)
+    header, own = read_header(folder), identity(folder)
     paths = sorted((folder / RESULTS).glob("*.json"))
-    own = identity(folder)
-    found = {path.name: _read_result(path, own, header, schema) for path in paths}
+    found = {path.name: _read_result(path, own, header) for path in paths}
     results = Results(result for result in found.values() if result is not None)
     unreadable = tuple(name for name, result in found.items() if result is None)
     summary = None
@@ -201,10 +191,11 @@ def refuse_links(folder: Path) -> None:
             )
 
 
-def _read_result(path: Path, run: str, header: Header, schema: Any) -> Result | None:
+def _read_result(path: Path, run: str, header: Header) -> Result | None:
+    kinds = module_of(header.study, "schema").RESULTS
     with suppress(OSError, ValueError):
         found = read_json(path)
-        result: Result = msgspec.convert(found, schema.RESULTS, strict=False)
+        result: Result = msgspec.convert(found, kinds, strict=False)
         fits = found.get("run") == run and path.name == _name(result.key)
         if fits and getattr(result, "arm", 0) < len(getattr(header.plan, "arms", "one")):
             return result
@@ -257,14 +248,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _name(key: Key) -> str:
-    """The name of a result's file; a key that is no file name is replaced, and told apart."""
+    """The name of a result's file: keys are bounded numbers, and words of the studies' own."""
     # 1 and 1.0 are equal keys.
     parts = (str(p).removesuffix(".0") if isinstance(p, float) else str(p) for p in key)
-    text = "-".join(parts)
-    if not re.fullmatch(r"[\w.+-]{1,120}", text, re.ASCII):
-        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-        text = f"{re.sub('[^A-Za-z0-9_.+-]', '_', text)[:100]}-{digest[:16]}"
-    return f"{text}.json"
+    return f"{'-'.join(parts)}.json"
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:

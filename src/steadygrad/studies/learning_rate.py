@@ -35,14 +35,10 @@ class Rate:
 
 
 class RateSetter:
-    """Sets an optimizer's learning rate.
+    """Sets the learning rate of an optimizer that is as the task made it.
 
-    Args:
-        optimizer: The optimizer as the task made it; a state that is loaded later brings the
-            options of the time at which it was saved.
-        task: The task.
-        keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
-            samples at every batch size.
+    A state that is loaded later brings the options of the time at which it was saved. With
+    ``keep_half_life`` Adam's second moment and the weight decay keep theirs in samples.
     """
 
     def __init__(self, optimizer: Optimizer, task: Task, keep_half_life: bool) -> None:
@@ -93,8 +89,7 @@ class RateSetter:
 def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
     """Whether the second of two betas is a second moment's decay, by the state after a step.
 
-    Raises:
-        InputError: If it is not and the optimizer has betas, where it is ``needed``.
+    Where it is ``needed``, an optimizer with betas of another kind is refused.
     """
     names = {name for state in optimizer.state.values() for name in state}
     betas = optimizer.param_groups[0].get("betas", ())

@@ -22,12 +22,9 @@ def generators_kept(device: torch.device) -> ExitStack:
 
 
 class Order:
-    """An endless sequence of sample numbers: epochs, each a permutation of all samples.
+    """An endless sequence of sample numbers: epochs, each a permutation of all ``size`` samples.
 
-    Args:
-        size: Number of samples.
-        seed: The study's seed.
-        stream: Name of the sequence; sequences with different names are independent.
+    Sequences with different names, ``stream``, are independent.
     """
 
     def __init__(self, size: int, seed: int, stream: str) -> None:

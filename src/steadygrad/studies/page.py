@@ -16,7 +16,9 @@ from markupsafe import Markup
 
 from steadygrad._studies import module_of
 from steadygrad.studies import charts, text
-from steadygrad.studies.folder import HEADER, Run, read_run, summarize, understanding, write_page
+from steadygrad.studies.folder import HEADER, Run, read_run, replace_file, summarize, understanding
+
+PAGE = "report.html"
 
 
 def render(run: Run) -> str:
@@ -44,7 +46,8 @@ def write(folder: Path) -> Path:
     """Draws the page of the run in ``folder`` again, and returns its path."""
     # Its header may name it.
     folder = Path(folder).parent if Path(folder).name == HEADER else Path(folder)
-    return write_page(folder, render(read_run(folder)))
+    replace_file(folder / PAGE, render(read_run(folder)).encode("utf-8", "replace"))
+    return folder / PAGE
 
 
 @cache

@@ -79,17 +79,13 @@ class CommonSettings:
 class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """The result of one trial.
 
-    ``time`` holds what may differ between two runs with the same settings, such as seconds.
+    ``time`` holds the trial's cost in samples, and what may differ between two runs with the same
+    settings, such as seconds.
     """
 
     key_fields: ClassVar[tuple[str, ...]] = ()
 
     time: Mapping[str, NonNegative] = {}
-
-    @property
-    def work(self) -> int:
-        """About as many samples as were trained on."""
-        return 0
 
     @classmethod
     def kind(cls) -> str:
@@ -128,11 +124,6 @@ class Training(Result, frozen=True, tag="training"):
     curve: tuple[tuple[float, float], ...] = ()
     failure: str = ""
     again: float | None = None
-
-    @property
-    def work(self) -> int:
-        """The length; 1 for a command or a function."""
-        return self.samples or 1
 
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):

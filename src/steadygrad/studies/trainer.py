@@ -83,24 +83,16 @@ class Diverged(InputError):
 class Trainer:
     """A task's model that can be put into any state, and measured or trained from there.
 
-    Args:
-        task: What to train.
-        seed: The study's seed.
-        dtype: Name of a type; float16 and bfloat16 by autocast, float64 throughout.
-        context: The processes that share every batch.
-        micro_batch_size: Most samples in one forward pass of one process. Default: the task's;
-            without one, a whole batch.
-        keep_half_life: Whether Adam's second moment and the weight decay keep their half-life in
-            samples at every batch size.
-        finite: Whether a loss that is not finite ends the training.
-        scaling: Makes the gradient scaler of a model, and may be exchanged before a restart.
-            Default: torch's, in float16 only.
+    It computes in float16 or bfloat16 by autocast, in float64 throughout. ``micro_batch_size`` are
+    the most samples in one forward pass of a process. Default: the task's; without one, a whole
+    batch. ``keep_half_life`` is that of :class:`RateSetter`. Where losses need not be ``finite``,
+    training goes on after one that is not. ``scaling`` makes the gradient scaler of a model, and
+    may be exchanged before a restart. Default: torch's, in float16 only.
 
     Attributes:
         wrapped: The model, so that its backward pass averages gradients over all ranks.
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
-        steps: Optimizer steps taken.
         start_digest: SHA-256 of the checkpoint that runs begin from; empty without one.
     """
 

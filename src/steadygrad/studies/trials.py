@@ -15,9 +15,6 @@ from steadygrad.studies.schema import Key
 SHARE = 0.85
 
 
-Job = Mapping[str, Any]  # goes with the last study that uses it
-
-
 @dataclass(frozen=True)
 class Trial:
     """Work that gives one result.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +51,8 @@ class Workplace:
     """
 
     trainer: Trainer
-    # Told how many samples of work are done, as they are done, and on what.
-    advance: Callable[[int, str], None]
+    # Told how many samples of work are done, as they are done.
+    advance: Callable[[int], None]
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
     run: str = ""  # its identity
@@ -68,7 +68,7 @@ class Workplace:
         getattr(optimizer, "eval", lambda: None)()
         loss = self.trainer.evaluate()
         getattr(optimizer, "train", lambda: None)()
-        self.advance(evaluation_cost(len(self.trainer.task.valid)), "")
+        self.advance(evaluation_cost(len(self.trainer.task.valid)))
         return loss
 
 
@@ -79,7 +79,7 @@ class Monitor(Protocol):
         """Told once: the samples of work in all, and those done before."""
 
     def advance(self, samples: int, what: str) -> None:
-        """Called as work is done, with the trials that it was done on."""
+        """Called as work is done, with the name of its trial."""
 
     def say(self, line: str) -> None:
         """A line for the user, such as a warning."""
@@ -104,8 +104,8 @@ def work_on(trial: Trial, place: Workplace) -> Result:
     kind, *values = trial.key
     function = module_of(header.study, "trials").TRIALS[kind]
     result: Result = trainer.by_halves(lambda: function(header.plan, place, *values, **trial.given))
-    seconds = {"seconds": round(time.monotonic() - began, 3)}
-    return msgspec.structs.replace(result, time={**seconds, **result.time})
+    own = {"cost": trial.cost, "seconds": round(time.monotonic() - began, 3)}
+    return msgspec.structs.replace(result, time={**own, **result.time})
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.open = trials_of(self.place.header, self.results)
-        done = sum(result.work for result in self.results)
+        done = int(sum(result.time.get("cost", 0) for result in self.results))
         # Results may call for more trials than are known.
         missing = sum(trial.cost for trial in self.open)
         self.monitor.begin(max(self.place.header.plan.work, done + missing), done)
@@ -139,19 +139,16 @@ class Coordinator:
                 (self.folder / STOP_FILE).unlink()
             while self.open:
                 self.place.trainer.context.poll()
-                self._submit()
+                busy = {trial.key for trial in self.running.values()}
+                most = self.pool.count() if self.pool else 1
+                for trial in self.open:
+                    if len(self.running) < most and trial.key not in busy:
+                        self._start(trial)
                 if self._collect():
                     self.open = trials_of(self.place.header, self.results)
         finally:
             if self.pool:
                 self._stop(self.pool)
-
-    def _submit(self) -> None:
-        busy = {trial.key for trial in self.running.values()}
-        most = self.pool.count() if self.pool else 1
-        for trial in self.open:
-            if len(self.running) < most and trial.key not in busy:
-                self._start(trial)
 
     def _start(self, trial: Trial) -> None:
         if self.pool:
@@ -159,7 +156,7 @@ class Coordinator:
             future = self.pool.submit(run_trial, folder, trial, files)
         else:
             future = Future()
-            self.place.advance = self.monitor.advance
+            self.place.advance = partial(self.monitor.advance, what=trial.what)
             with _naming(trial):
                 future.set_result(work_on(trial, self.place))
         self.running[future] = trial
@@ -247,7 +244,7 @@ def run_trial(folder: str, trial: Trial, files: str) -> Result:
 def _worker(folder: str, run: str, files: str) -> Workplace:
     """A run in this process, made once."""
     path, found = Path(folder), json.loads(files)
-    header, _ = read_header(path)
+    header = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
     return workplace(header, found, path, trainer)
@@ -259,7 +256,7 @@ def workplace(
     """The workplace of this process for the run in ``folder``."""
     # Other ranks may not see the folder.
     run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
-    return Workplace(trainer, lambda *_: None, header, files, run)
+    return Workplace(trainer, lambda samples: None, header, files, run)
 
 
 def make_trainer(

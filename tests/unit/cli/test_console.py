@@ -96,9 +96,9 @@ def paced(budget=math.inf, *, done=0):
 
 def test_a_line_every_half_minute(capsys):
     clock, monitor = paced(600, done=100)
-    for number in range(90):
+    for _ in range(90):
         clock.now += 1
-        monitor.advance(10, "" if number % 2 else "training\x1b")
+        monitor.advance(10, "training\x1b")
     monitor.say("a\nb")
     first, *lines, said = capsys.readouterr().err.splitlines()
     assert first == "work done: 100 of 1,000"

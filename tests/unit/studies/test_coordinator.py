@@ -24,7 +24,7 @@ from tests.unit.studies.results import changed, make_header, make_training, tria
 
 def toy(plan, place, arm, samples, step, seed, loss=None):
     """A training whose loss is the number of its arm, or as it is given."""
-    place.advance(samples, "all of it")
+    place.advance(samples)
     return make_training(float(arm if loss is None else loss), arm=arm, samples=samples)
 
 
@@ -61,13 +61,12 @@ class Setting:
     def wait(self, running, timeout=None, return_when=None):
         if self.waiting and self.random.random() >= self.idle:
             future, trial = self.waiting.pop(self.random.randrange(len(self.waiting)))
-            _, number, *rest = trial.key
+            number = trial.key[1]
             self.ran.append(number)
             if faults := self.faults.get(number):
                 faults.pop(0)(self, future)
             else:
-                place = SimpleNamespace(advance=lambda *_: None)
-                future.set_result(toy(None, place, number, *rest, **trial.given))
+                future.set_result(work.work_on(trial, self.place))
         return {f for f in running if f.done()}, {f for f in running if not f.done()}
 
     def end(self, executor):
@@ -80,11 +79,11 @@ class Setting:
         monkeypatch.setattr("os.fsync", lambda handle: None)
         trainer = SimpleNamespace(context=DistributedContext(self.deadline))
         trainer.by_halves = lambda attempt: attempt()
-        place = Workplace(trainer, None, None, make_header())
+        self.place = Workplace(trainer, None, lambda samples: None, make_header())
         pool = Workers(self.make, lambda: self.workers, end=self.end) if parallel else None
         monkeypatch.setitem(trials.TRIALS, "training", toy)
         monkeypatch.setattr(trials, "trials_of", self.ask)
-        Coordinator(self.results, self.folder, place, pool, self.monitor).run()
+        Coordinator(self.results, self.folder, self.place, pool, self.monitor).run()
         # Times apart: a worker's own are not measured here.
         return [msgspec.structs.replace(result, time={}) for result in self.results]
 
@@ -103,6 +102,7 @@ def failing(error):
 NEEDS = {1: {0}, 2: {1}, 3: {0}, 4: {1}, 5: {2}, 7: {*range(7)}}
 ALL = [make_training(float(n), arm=n, samples=10) for n in (*range(7), 21)]
 ALL[7] = changed(ALL[7], arm=7)
+KNOWN = [changed(result, time={"cost": 10}) for result in ALL]
 
 
 def graph(results):
@@ -140,7 +140,7 @@ def test_many_orders_give_equal_results_and_equal_files(tmp_path, monkeypatch):
     # Else the lines above say nothing.
     assert len(orders) > 3
     for parallel in (True, False):
-        again = Setting(graph, tmp_path / "serial", known=ALL)
+        again = Setting(graph, tmp_path / "serial", known=KNOWN)
         assert again.run(monkeypatch, parallel) == ALL
         assert (again.ran, again.asked, again.monitor.before) == ([], [8], 80)
 

@@ -14,11 +14,11 @@ from steadygrad.studies.folder import (
     create,
     identity,
     read_run,
-    write_page,
+    replace_file,
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import Result, Training
+from steadygrad.studies.schema import Training
 from tests.refusals import refused
 from tests.unit.studies.framework import contents
 from tests.unit.studies.results import (
@@ -99,24 +99,12 @@ def test_results_are_read_as_they_were_written_in_one_order(tmp_path):
         assert path.read_bytes() == (again.folder / "results" / path.name).read_bytes()
 
 
-class Odd(Result, frozen=True, tag="odd"):
-    key_fields = ("name",)
-
-    name: str | int | float
-
-
-def test_different_keys_have_different_files_in_the_folder_and_equal_ones_the_same(tmp_path):
+def test_different_keys_have_different_files_and_equal_ones_the_same(tmp_path):
     (tmp_path / "results").mkdir()
-    keys = [
-        "../../etc/passwd", "a/b", "a_b", "a b", "", ".", "nul\0", "x" * 300, "x" * 301, "é", "è",
-        "\ud800", "CON:", "a\nb", "1e5", 1, 1.5, 1e300, math.inf, -1,
-    ]  # fmt: skip
-    for name in [*keys, 1.0]:
-        write_result(tmp_path, Odd(name=name), "a run")
-    found = names(tmp_path)
-    assert len(found) == 1 + len(keys)
-    assert all(path.isascii() and len(path) < 200 for path in found)
-    assert all(path.endswith(".json") for path in found[1:])
+    steps = [0, 1, 1.5, 10, -1, -1.5, 2.0**-60, -64]
+    for step in [*steps, 1.0, 10.0]:
+        write_result(tmp_path, make_training(step=step), "a run")
+    assert len(names(tmp_path)) == 1 + len(steps)
     # A whole number may be given for a field that is read as a float.
     run = write(tmp_path / "run", make_training(step=1))
     assert (len(run.select(Training)), run.unreadable) == (1, ())
@@ -252,14 +240,14 @@ def ctrl_c(*_):
 @pytest.mark.parametrize("fault", [no_space, ctrl_c])
 def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, monkeypatch, fault):
     run = write(tmp_path / "run", make_training(2.0), summary={"study": "advise"})
-    write_page(run.folder, "old")
+    replace_file(run.folder / "report.html", b"old")
     before = names(run.folder)
     monkeypatch.setattr(os, "fsync", fault)
     for call in (
         lambda: write_result(run.folder, make_training(1.0)),
         lambda: write_result(run.folder, make_training(1.0, seed=1)),
         lambda: write_summary(run.folder, {}),
-        lambda: write_page(run.folder, "new"),
+        lambda: replace_file(run.folder / "report.html", b"new"),
     ):
         with pytest.raises((RunError, KeyboardInterrupt)):
             call()
@@ -272,8 +260,8 @@ def test_each_write_has_a_part_file_of_its_own(tmp_path, monkeypatch):
     """One that a kill left behind stops no later write."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda part, path: None)
-        write_page(tmp_path, "killed")
-    write_page(tmp_path, "new")
+        replace_file(tmp_path / "report.html", b"killed")
+    replace_file(tmp_path / "report.html", b"new")
     assert (tmp_path / "report.html").read_text() == "new"
 
 
@@ -297,6 +285,6 @@ def test_a_link_that_came_with_the_folder_is_not_followed(tmp_path, name, monkey
     # As if the name had been guessed.
     monkeypatch.setattr("secrets.token_hex", lambda _: "taken")
     with suppress(RunError):
-        write_page(folder, "page")
+        replace_file(folder / "report.html", b"page")
     assert victim.read_text() == "precious"
     assert name != "report.html" or not (folder / name).is_symlink()

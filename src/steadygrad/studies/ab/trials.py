@@ -171,7 +171,7 @@ def training(
     except fault as error:
         failure = str(error).partition(" Remedy:")[0]
     if not samples:
-        place.advance(1, "")
+        place.advance(1)
     return Training(
         arm=arm,
         samples=samples,

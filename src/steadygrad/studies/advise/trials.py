@@ -35,11 +35,7 @@ MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """The longest training whose batch sizes can be told apart in the budget.
-
-    Raises:
-        InputError: If the budget is too small for any answer.
-    """
+    """The longest training whose batch sizes can be told apart in the budget."""
     task, context = trainer.task, trainer.context
     if 0 < settings.seeds < FIRST:
         raise InputError(
@@ -94,7 +90,6 @@ def training(
         # Where rates are searched, the task's own is none to begin with.
         Rate(size, 2.0**step, warmup, samples, start=0.0 if settings.tune else 1.0),
         marks=[mark for window in windows for mark in window],
-        what=f"{size} over {samples:,}",
         must_hold=not (arm or step or settings.tune),
     )
     lost = math.isinf(found[-1][1])
@@ -132,7 +127,7 @@ def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
     left, points, at = [part * samples for part in POINTS], list[NoiseAt](), 0
     names = {*NoiseAt.__struct_fields__} - {"samples"}
     for seen in trainer.run(order, 0, samples, size, rate=rate):
-        place.advance(seen - at, f"noise scale over {samples:,}")
+        place.advance(seen - at)
         at = seen
         if at + size > left[0]:
             found = scale.estimate().as_dict()

@@ -75,10 +75,9 @@ def training(
     trainer, task, own = place.trainer, place.trainer.task, plan.arms[arm]
     entry = _entries(place)[own.optimizer]
     lr = entry.rate(own.batch_size / task.batch_size) * 2.0**step
-    what = f"{own.optimizer} at {lr:.3g} over {samples:,}"
     trainer.task = entry.task(task, lr, samples)
     try:
-        curve = train(place, own.batch_size, samples, seed, Rate(total=samples), what=what)
+        curve = train(place, own.batch_size, samples, seed, Rate(total=samples))
     finally:
         trainer.task = task
     loss = curve[-1][1]

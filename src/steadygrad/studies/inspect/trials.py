@@ -15,7 +15,7 @@ from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.plan import make_plan, steps_of, trials_of
-from steadygrad.studies.inspect.schema import KINDS, PARTS, SEARCH, TITLES, Part, Plan
+from steadygrad.studies.inspect.schema import KINDS, PARTS, SEARCH, Part, Plan
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Workplace
@@ -91,7 +91,7 @@ def _train(
         if forward is None:
             histograms.add(measured, culprits, nonfinite)
         before, kept = scaler.state_dict(), generators_kept(device)
-        place.advance(size, TITLES[phase])
+        place.advance(size)
     finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
     return histograms.part(
         plain=searching,

@@ -48,7 +48,7 @@ class Places:
     def __init__(self, task=None, **settings):
         self.trainer, self.told = make_trainer(task), []
         self.entries = entries_of(Settings(**settings), self.trainer.task)
-        self.place = Workplace(self.trainer, lambda n, what: self.told.append(n))
+        self.place = Workplace(self.trainer, self.told.append)
         self.place.tools = self.entries
         self.plan = planned([*self.entries], (4, 16))
 
