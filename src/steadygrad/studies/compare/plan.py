@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.schema import Arm, Plan, Settings
-from steadygrad.studies.ladder import USUAL
+from steadygrad.studies.ladder import SEEDS, USUAL
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 
 # Least steps of a training with the largest batch.
@@ -45,6 +45,14 @@ def make_plan(
     if samples < least:
         seconds = (least * (whole + halves / 2) + fixed) / rate + start_up(workers)
         raise _too_short(settings, least, math.ceil(seconds))
+    # Three rates of each arm come before any pair.
+    begun = math.ceil(samples * len(arms) * 3 * len(SEEDS) / rate + start_up(workers))
+    if begun > settings.budget:
+        raise InputError(
+            f"The budget is too small for trainings of {samples:,} samples: found "
+            f"{settings.budget:g}s, expected at least {begun}s for their learning rates. Remedy: "
+            f"--budget {2 * begun}s or more, or fewer --samples."
+        )
     work = math.ceil(samples * (whole + halves / 2) + fixed)
     plan = Plan(arms=arms, samples=samples, pairs=settings.seeds, work=work)
     if plan.pairs < plan.first:
