@@ -150,7 +150,7 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
 def run_study(header: Header, trainer: Any, work: float) -> Results:
     """The results of trials that have trained on ``work`` samples."""
     found = Results()
-    place = Workplace(trainer, None, lambda samples: None, header)  # type: ignore[arg-type]
+    place = Workplace(trainer, lambda samples: None, header)
     while work > 0 and (trials := trials_of(header, found)):
         kind, *values = trials[0].key
         work -= trials[0].cost

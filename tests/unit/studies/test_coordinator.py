@@ -79,7 +79,7 @@ class Setting:
         monkeypatch.setattr("os.fsync", lambda handle: None)
         trainer = SimpleNamespace(context=DistributedContext(self.deadline))
         trainer.by_halves = lambda attempt: attempt()
-        self.place = Workplace(trainer, None, lambda samples: None, make_header())
+        self.place = Workplace(trainer, lambda samples: None, make_header())
         pool = Workers(self.make, lambda: self.workers, end=self.end) if parallel else None
         monkeypatch.setitem(trials.TRIALS, "training", toy)
         monkeypatch.setattr(trials, "trials_of", self.ask)

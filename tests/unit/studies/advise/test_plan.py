@@ -152,7 +152,7 @@ def train(place, size, samples, *, step=0.0, seed=0):
 
 def place_of(task, **options):
     trainer = make_trainer(task, **options)
-    return Workplace(trainer, None, lambda samples: None, make_header())
+    return Workplace(trainer, lambda samples: None, make_header())
 
 
 @pytest.fixture

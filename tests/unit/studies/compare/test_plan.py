@@ -46,7 +46,9 @@ def test_about_ten_pairs_of_each_arm_fit_the_budget(budget, workers, batches):
 
 
 def test_a_given_length_and_what_cannot_be_planned():
-    assert plan_for(9, samples=1003).samples == 1000
+    assert plan_for(120, samples=1003).samples == 1000
+    with pytest.raises(InputError, match="--budget 220s"):
+        plan_for(100, samples=1003)
     for match, settings in {
         r"--samples .* 160, .*Found 80\.": {"samples": 80},
         r"--seeds .*least 5, .*Found 4\.": {"seeds": 4},
