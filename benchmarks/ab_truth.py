@@ -68,7 +68,7 @@ def draw(name: str, correlated: bool, g: np.random.Generator) -> tuple[Floats, F
         return a, b
     if "two" in name or "fails" in name:
         return a, np.where(g.random(SHAPE) < 0.8, a, b)
-    return tuple(math.sqrt(0.8) * common + math.sqrt(0.2) * own for own in (a, b))  # type: ignore
+    return tuple(math.sqrt(0.8) * common + math.sqrt(0.2) * own for own in (a, b))
 
 
 def mixture(g: float, a: Floats, b: Floats) -> Floats:
@@ -188,7 +188,7 @@ def looked(studies: int) -> list[str]:
             draw, cells = np.random.default_rng(0), []
             for effect in (0.0, *EFFECTS):
                 apart = draw.normal(effect, 1.0, (studies, paired.MOST))
-                known = Prior(draw.chisquare(2, studies) / 2, freedom)  # type: ignore
+                known = Prior(draw.chisquare(2, studies) / 2, freedom)
                 found = at_looks(g, known if freedom else NOTHING, apart)
                 told = found.any(-1)
                 first = np.where(told, 1 + found.argmax(-1), paired.MOST)

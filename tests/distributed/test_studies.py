@@ -136,7 +136,7 @@ def test_two_processes_go_on_where_they_stopped(folder, name):
 
 def numbers(run):
     """Losses, and the parts of the noise scales."""
-    points = [point for noise in run.select(Noise) for point in noise.points]
+    points = [point for noise in run.results.select(Noise) for point in noise.points]
     trainings = [one for one in run.results if one.key[0] == "training"]
     losses = [loss for one in trainings for _, loss in one.curve]
     return losses + [x for point in points for x in (point.grad_sq_norm, point.noise_trace)]
@@ -166,10 +166,10 @@ def test_two_processes_advise_what_one_does(one, folder, name):
 
 def test_two_processes_compare_as_one_does(one, folder):
     single, shared = read_run(one / "compare"), read_run(folder / "compare-fsdp2")
-    runs = {run.key: run for run in single.select(Result) if run.step in (-1, 0, 1)}
+    runs = {run.key: run for run in single.results.select(Result) if run.step in (-1, 0, 1)}
     # At least the search; the rates that it finds may differ.
     assert len(runs) >= 6 * len(ALL)
-    pairs = [(runs[run.key], run) for run in shared.select(Result) if run.key in runs]
+    pairs = [(runs[run.key], run) for run in shared.results.select(Result) if run.key in runs]
     assert len(pairs) >= 6 * len(ALL)
     for own, other in pairs:
         # Sums in another order over at most 16 steps; Muon orthogonalises in bfloat16, whose

@@ -15,7 +15,7 @@ from steadygrad.cli.console import emit, printable
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """Prints versions, the machine, a step on each device, gloo, and what is missing."""
+    """Prints versions, the machine, a step on each device, gloo, and missing extras."""
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -52,7 +52,7 @@ class Monitor:
             self.write(f"work done: {done:,} of {total:,}")
 
     def advance(self, samples: int, what: str) -> None:
-        """Counts work that was done, and names what it was done on."""
+        """Counts samples of work that were done, and names their trial."""
         rest = f"left, budget {self.budget_left() / 60:.1f} min"
         self.bar.update(self.task.id, advance=samples, description=printable(what), rest=rest)
         if not self.drawn and self.clock() >= self.printed + EVERY:

@@ -80,10 +80,6 @@ class Run:
     summary: dict[str, Any] | None
     unreadable: tuple[str, ...] = ()
 
-    def select(self, kind: type[R]) -> list[R]:
-        """The results of one class, in order."""
-        return self.results.select(kind)
-
 
 def create(folder: Path, header: Header) -> None:
     """Begins a run in a folder that is absent or empty, and stays empty if that fails."""

@@ -66,11 +66,6 @@ class Ladder:
         return min(known, key=lambda step: (known[step], abs(step), step))
 
     @property
-    def is_interior(self) -> bool:
-        """Whether the best octave has a worse one on either side."""
-        return min(self.losses) < self.best < max(self.losses)
-
-    @property
     def bend(self) -> float:
         """Second difference of the losses around the best octave; infinite if one of them is."""
         below, at, above = self._near()
@@ -95,7 +90,7 @@ class Ladder:
 
     @property
     def tuned(self) -> float | None:
-        """The same, but lower where a training at that rate diverged."""
+        """The minimum, or a lower rate where a training at that one diverged."""
         step = self.minimum
         while step is not None and step > -FARTHEST and math.inf in self._tried(step).values():
             step -= 0.25

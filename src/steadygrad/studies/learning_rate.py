@@ -104,7 +104,7 @@ def has_second_moment(optimizer: Optimizer, *, needed: bool) -> bool:
 
 
 def _rates(optimizer: Optimizer) -> list[tuple[Any, int]]:
-    """The rates of its groups, and versions of those that are tensors: reading them would wait."""
+    """The rates of an optimizer's groups; of tensors the versions, as reading them would wait."""
     return [(group["lr"], getattr(group["lr"], "_version", 0)) for group in optimizer.param_groups]
 
 

@@ -142,7 +142,7 @@ class Course(NamedTuple):
 
 
 def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
-    """Compares metrics pair by pair; NaN is a run that failed. ``choice``: as above."""
+    """Compares metrics pair by pair; NaN is a failed run. ``choice``: of :func:`half_width`."""
     failed = np.logical_or.accumulate(np.isnan(a) | np.isnan(b), -1)
     apart, first, rounding = b - a, (b - a)[..., :1], 1e-12 * np.maximum(abs(a), abs(b))
     apart = np.where(abs(apart - first) <= rounding, first, apart)
@@ -164,5 +164,5 @@ class Evidence:
             self._found.setdefault((one.arm, one.samples, one.step), {})[one.seed] = one
 
     def trainings(self, arm: int, samples: int, step: float = 0.0) -> Mapping[int, Training]:
-        """By number of the seed, those at so many octaves from the arm's own rate."""
+        """Trainings by number of the seed, at so many octaves from the arm's own rate."""
         return self._found.get((arm, samples, step), {})

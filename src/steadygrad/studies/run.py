@@ -149,7 +149,7 @@ def start(
     deadline: Deadline | None = None,
     monitor: Monitor,
 ) -> Outcome:
-    """Runs a study in a folder that is absent or empty; what cannot be used leaves nothing there.
+    """Runs a study in an absent or empty folder; settings that cannot be used leave nothing there.
 
     The task is loaded where none is given. A deadline ends the study early. Default: when the
     budget, from now on, is over.

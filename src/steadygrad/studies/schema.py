@@ -72,7 +72,7 @@ class CommonSettings:
 
     @property
     def words(self) -> list[str]:
-        """What the command line names."""
+        """The tasks, functions or commands that the settings name."""
         return [self.task]
 
 
@@ -259,7 +259,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
     def worded(self: S, words: Any) -> S:
-        """The same with answer, table and remarks, as the study's module of ``words`` has them."""
+        """The summary with answer, table and remarks, by the study's module of ``words``."""
         said = {name: getattr(words, name)(self) for name in ("answer", "table", "remarks")}
         said["answer"] = self.rise or said["answer"]
         return msgspec.structs.replace(self, **said)

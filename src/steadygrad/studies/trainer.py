@@ -56,7 +56,7 @@ Scaling = Callable[[nn.Module], Any]
 
 @dataclass
 class State:
-    """What training begins from, with whole tensors on the host.
+    """A beginning of trainings, with whole tensors on the host.
 
     Without an optimizer's ``state_dict`` a new one begins.
     """

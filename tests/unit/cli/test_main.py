@@ -159,7 +159,7 @@ def test_without_a_comparison_there_is_no_advice(ended_after, name, flags, tmp_p
     run = read_run(tmp_path / "run")
     assert run.summary["status"] == "budget"
     assert run.summary["recommendation"]["batch_size"] is None
-    assert len(run.select(Training)) == ("training" in name)
+    assert len(run.results.select(Training)) == ("training" in name)
     assert (tmp_path / "run/report.html").exists()
 
 

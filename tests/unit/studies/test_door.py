@@ -424,7 +424,7 @@ def test_a_study_of_dependent_losses_measures_no_noise_scale_and_says_so(tmp_pat
     found = go_on(tmp_path / "run")[0].summary
     run = read_run(tmp_path / "run")
     assert run.header.task.dependent
-    assert not run.select(Noise)
+    assert not run.results.select(Noise)
     assert found.remarks[-1] == DEPENDENT
     assert len(found.remarks) <= 3
     assert found.noise == ()

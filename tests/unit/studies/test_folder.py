@@ -37,7 +37,7 @@ def names(folder):
 
 
 def losses(folder):
-    return [run.loss for run in read_run(folder).select(Training)]
+    return [run.loss for run in read_run(folder).results.select(Training)]
 
 
 # Creation
@@ -107,7 +107,7 @@ def test_different_keys_have_different_files_and_equal_ones_the_same(tmp_path):
     assert len(names(tmp_path)) == 1 + len(steps)
     # A whole number may be given for a field that is read as a float.
     run = write(tmp_path / "run", make_training(step=1))
-    assert (len(run.select(Training)), run.unreadable) == (1, ())
+    assert (len(run.results.select(Training)), run.unreadable) == (1, ())
 
 
 # Damage
@@ -163,8 +163,8 @@ def test_a_result_that_cannot_be_read_is_left_out_and_named(tmp_path, damage):
     damage(path)
     run = read_run(tmp_path / "run")
     assert run.unreadable == (path.name,)
-    assert [one.loss for one in run.select(Training)] == [3.0]
-    assert len(run.select(Noise)) == 1
+    assert [one.loss for one in run.results.select(Training)] == [3.0]
+    assert len(run.results.select(Noise)) == 1
     # It is trained again.
     write_result(tmp_path / "run", make_training(2.0))
     assert losses(tmp_path / "run") == [2.0, 3.0]

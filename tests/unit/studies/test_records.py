@@ -88,7 +88,7 @@ def test_a_fresh_run_of_advise_gives_what_the_documentation_shows(tmp_path):
     shown = read_run(RECORDS / "advise")
     create(tmp_path / "run", shown.header)
     # That of the fewest steps.
-    old = max(shown.select(Training), key=lambda one: one.arm)
+    old = max(shown.results.select(Training), key=lambda one: one.arm)
     fresh = run_trial(str(tmp_path / "run"), Trial(old.key, old.samples, ""), dumps({}))
     # Equal on the same kernels. Other ones round sums of float32 differently: without vectors
     # losses differ by 1.5e-6 of their own after 258 steps, and other processors have 60 times.

@@ -1,16 +1,22 @@
 """A run that was stopped or whose files were changed, against one that was not."""
 
 import shutil
+import time
 
 import pytest
 
 from steadygrad._checks import InputError
+from steadygrad.studies.advise.schema import Settings
+from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
-from steadygrad.studies.run import resume
+from steadygrad.studies.run import resume, start
 from steadygrad.studies.work import run_trial
 from tests.refusals import refused
+from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import (
     FILES,
+    PLAN,
     Watcher,
     begin,
     contents,
@@ -19,6 +25,8 @@ from tests.unit.studies.framework import (
     left,
     lines,
     part,
+    planned,
+    recorded,
     summary,
     tiny,
 )
@@ -51,6 +59,16 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path):
 def test_a_budget_of_its_own_ends_a_resumed_run(base, tmp_path):
     outcome = resume(copy(base, tmp_path / "run"), {"budget": 1e-6}, monitor=Watcher())
     assert outcome.summary.status == "budget"
+
+
+def test_a_budget_that_is_over_before_the_run_began_leaves_a_run(tmp_path):
+    """As where the task takes long to make; an evaluation of its own asks the clock first."""
+    task = tiny_task.make_task(evaluate=lambda model, valid: 1.0)
+    known = {"task": OBJECT, "device": "cpu", "threads": 1, "workers": 1, "budget": 60.0}
+    with planned(PLAN):
+        late = {"deadline": Deadline(time.monotonic() - 1e6), "monitor": Watcher()}
+        outcome = start("advise", Settings(**known), tmp_path / "run", task=task, **late)
+    assert (outcome.summary.status, recorded(tmp_path / "run")) == ("budget", 0)
 
 
 def test_a_complete_run_is_not_run_again(whole, tmp_path):

@@ -44,7 +44,7 @@ class Changes(Evidence):
         self.ahead = max(1, header.runtime.workers // arms)
 
     def runs(self, arm: int) -> Mapping[int, Training]:
-        """Those of an arm, by pair."""
+        """The runs of an arm, by pair."""
         return self.trainings(arm, self.plan.samples)
 
     def metrics(self, *arms: int) -> Floats:
@@ -116,7 +116,7 @@ class Changes(Evidence):
         return self._with_forecast(found, float((b - a).var(ddof=1)))
 
     def _with_spread(self, found: Comparison, a: Floats, b: Floats) -> Comparison:
-        """The same with what single pairs would have said; of A alone, with its noise."""
+        """The comparison with the verdicts of single pairs; of A alone, with its noise."""
         known = ~np.isnan(b - a)
         if known.sum() < 3:
             return found
@@ -130,7 +130,7 @@ class Changes(Evidence):
         return found
 
     def _with_forecast(self, found: Comparison, variance: float) -> Comparison:
-        """The same with the pairs and the hours that should be enough."""
+        """The comparison with the pairs and the hours that should be enough."""
         enough = pairs_needed(found.mean, variance, self.alpha, self.settings.smallest_effect)
         if enough is None:
             return found

@@ -204,7 +204,7 @@ def _metric(place: Workplace, own: Arm, arm: int, number: int) -> tuple[float, d
 
 
 def _validation_loss(place: Workplace, task: Task, arm: int, number: int) -> float:
-    """That of a task at the end; its trainer is made when it is first needed."""
+    """The validation loss of a task at the end; its trainer is made when it is first needed."""
     trainers = {"0": place.trainer, **place.tools}
     if str(arm) not in trainers:
         trainer = make_trainer("ab", task, place.header.settings, place.trainer.context)

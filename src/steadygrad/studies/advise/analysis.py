@@ -35,7 +35,7 @@ class BatchSizes(Evidence):
         return self.plan.arms[arm]
 
     def tuned(self, arm: int) -> float | None:
-        """Octaves of an arm's best rate above the rule's: 0 where none is searched, None so far."""
+        """Octaves of an arm's best rate above the rule's: 0 without a search, None so far."""
         return Ladder(self, arm, self.length).tuned if self.tunes else 0.0
 
     @cached_property
@@ -79,7 +79,7 @@ class BatchSizes(Evidence):
 
     @cached_property
     def pairs(self) -> dict[int, Pairs]:
-        """By arm, those that were compared with the smallest, ascending."""
+        """Pairs with the smallest batch, by arm, ascending."""
         found = {}
         for arm in range(1, len(self.plan.arms)):
             step = self.tuned(arm) if self.trainings(arm, self.length, 0.0) else None

@@ -17,7 +17,7 @@ from steadygrad.studies.text import plural, show
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
-    runs = sorted(run.select(Training), key=lambda one: one.key)
+    runs = sorted(run.results.select(Training), key=lambda one: one.key)
     return {
         "found": found,
         "samples": plural(run.header.task.sample),

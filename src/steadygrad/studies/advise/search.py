@@ -70,8 +70,8 @@ def _look(found: BatchSizes, arm: int, pairs: int) -> Wanted:
 
 def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
     """The smallest batch's training; of each length, where the rate decays."""
-    samples = found.length
-    for length in lengths_of(samples, found.tolerance) if found.decays else [samples]:
+    lengths = lengths_of(found.length, found.tolerance) if found.decays else [found.length]
+    for length in lengths:
         yield 0, length, step, seed
 
 
@@ -122,13 +122,12 @@ def _next_arm(found: BatchSizes) -> int | None:
     # One below those that are hard to decide may be easy.
     below = range(good + 1, min(hard, default=0))
     middle = below[(len(below) - 1) // 2 : (len(below) + 1) // 2]
-    tried_less = (a for a in (*between[-1:], *middle, *hard) if _next(found, _pairs(found, a)))
-    wanted: list[int] = [*tried_less]
-    if wanted:
-        return min(wanted)
-    # What is above the advice: ruled out, or not.
-    above = (arm for arm in pairs if low < arm < bad and _next(found, len(pairs[arm])))
-    return next(above, None)
+    # What is above the advice comes last: ruled out, or not.
+    above = [arm for arm in pairs if low < arm < bad]
+    for group in ((*between[-1:], *middle, *hard), above):
+        if left := [arm for arm in group if _next(found, _pairs(found, arm))]:
+            return min(left)
+    return None
 
 
 def _rates(found: BatchSizes) -> Wanted:

@@ -40,7 +40,7 @@ USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
 
 class Optimizers(Evidence):
-    """A run's trainings, and what they say of each arm, by its number."""
+    """The trainings of a run, with searches and verdicts by number of the arm."""
 
     plan: Plan
 
@@ -161,12 +161,13 @@ class Optimizers(Evidence):
         runs = (run for run in self.results.select(Training) if run.arm == arm)
         first = next((run.lr * 2.0**-run.step for run in runs), None)
         has_ladder = step is not None and not self.plan.has_own_rate(arm)
+        ends = min(ladder.losses), max(ladder.losses)
         return Tuned(
             optimizer=own.optimizer,
             batch_size=own.batch_size,
             lr=None if step is None or first is None else first * 2.0**step,
             step=step,
-            interior=ladder.is_interior if has_ladder else None,
+            interior=ladder.best not in ends if has_ladder else None,
             tried={octave: loss for octave, loss in ladder.losses.items() if loss is not None},
         )
 

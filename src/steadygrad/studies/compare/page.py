@@ -28,7 +28,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         for arm in plan.arms
     ]
     tuned = [evidence.tuned(arm) for arm in range(len(plan.arms))]
-    rows, runs = found.verdicts if found else [], run.select(Training)
+    rows, runs = found.verdicts if found else [], run.results.select(Training)
     bases = {plan.baseline(row.arm) for row in rows}
     panels = [_rates(evidence, arm, label) for arm, label in enumerate(labels)]
     return {

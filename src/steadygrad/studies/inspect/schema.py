@@ -111,7 +111,7 @@ class Phase(Result, frozen=True, tag="phase"):
 
     @property
     def work(self) -> int:
-        """Those that were trained on."""
+        """The samples that were trained on."""
         return self.samples
 
 
@@ -197,7 +197,7 @@ class Remedy(Finding, frozen=True, tag="remedy"):
 
 
 class Effect(Finding, frozen=True, tag="effect"):
-    """What float16 does to some layers; values that become zero or subnormal are lost.
+    """An effect of float16 on some layers; values that become zero or subnormal are lost.
 
     ``name`` tells what the numbers of ``layers`` are.
 

@@ -1,5 +1,6 @@
 """From a budget to a length of trainings, and the order of the trials."""
 
+import math
 import re
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.plan import make_plan
 from steadygrad.studies.compare.schema import Arm, Settings, Traits
+from steadygrad.studies.ladder import FARTHEST
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import trials_of
-from tests.unit.studies.compare.runs import header_of, noisy, planned, record
+from tests.unit.studies.compare.runs import header_of, noisy, planned, record, summary
 from tests.unit.studies.tiny_task import make_task
 
 NAMES = ("adamw", "scaledadam", "lans")
@@ -94,3 +96,17 @@ def test_an_arm_that_is_told_is_trained_no_more():
     assert seeds == [{*range(6)}, {*range(5)}, {*range(6)}]
     halves = {run.seed for run in runs if run.samples == 64}
     assert (halves, {run.arm for run in runs if run.samples == 64}) == ({*range(6)}, {0})
+
+
+def test_arms_that_always_diverge_end_the_study():
+    plan = planned(("adamw", "lans"))
+    found = record(plan, lambda **_: math.inf)
+    pairs = [one for one in found if one.seed < plan.pairs and one.samples == plan.samples]
+    assert len(pairs) == 2 * plan.first
+    # The ladders went down as far as they go.
+    assert min(one.step for one in found) == -FARTHEST
+
+
+def test_a_ladder_of_equal_losses_has_no_edge():
+    plan = planned(("adamw", "lans"), pairs=4)
+    assert [one.interior for one in summary(plan, lambda **_: 0.5).tuned] == [True, True]

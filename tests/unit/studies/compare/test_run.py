@@ -44,7 +44,7 @@ def test_a_study_from_its_task_to_its_page(whole):
     found = read_run(whole).summary
     (row,) = (each for each in found["findings"] if each["kind"] == "verdict")
     assert (row["optimizer"], row["pairs"], [*row["losses"]]) == ("lans", 4, [*"0123"])
-    own = {run.key: run for run in read_run(whole).select(Training)}
+    own = {run.key: run for run in read_run(whole).results.select(Training)}
     step = found["tuned"][1]["step"]
     assert [own["training", 1, 64, step, seed].loss for seed in range(4)] == [
         *row["losses"].values()
