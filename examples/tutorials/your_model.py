@@ -139,9 +139,8 @@ right.legend(frameon=False)
 
 passes = run.header.plan.samples / run.header.task.train_size
 print(f"length of a run: {passes:.1f} passes over the training data")
-print(
-    f"runs: {len(run.results.select(Training))}, {run.header.plan.seeds} seeds of a batch size at most"
-)
+trainings, most = run.results.select(Training), run.header.plan.seeds
+print(f"runs: {len(trainings)}, {most} seeds of a batch size at most")
 print(f"largest batch that was trained: {max(found.batch_size for found in checked)} images")
 
 # %%

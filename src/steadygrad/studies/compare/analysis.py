@@ -151,8 +151,7 @@ class Optimizers(Evidence):
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
         cost, time = self.plan.costs.get(row.optimizer), None
         if ratio and cost and row.batch_size == self.task.batch_size:
-            ends = ratio.value, ratio.high, ratio.low
-            time = Ratio(*(cost.time_ratio / value for value in ends))
+            time = Ratio(*(cost.time_ratio / x for x in (ratio.value, ratio.high, ratio.low)))
         return replace(row, sample_ratio=ratio, time_ratio=time)
 
     def tuned(self, arm: int) -> Tuned:
