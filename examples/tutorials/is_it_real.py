@@ -42,7 +42,7 @@ for factor in (1.03, 0.1):
 # %%
 # The runs are in files, and what was concluded is typed.
 
-runs = read_run(found.folder).select(Training)
+runs = read_run(found.folder).results.select(Training)
 for arm, name in enumerate("AB"):
     values = [run.loss for run in runs if run.arm == arm]
     plt.plot(range(1, 1 + len(values)), values, "o-", label=name)

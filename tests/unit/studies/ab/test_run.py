@@ -33,7 +33,7 @@ def study(folder, *arms, **settings):
 
 def values(found):
     """The metrics of each arm, pair by pair."""
-    runs = read_run(found.folder).select(Training)
+    runs = read_run(found.folder).results.select(Training)
     return [[run.loss for run in runs if run.arm == arm] for arm in range(1 + runs[-1].arm)]
 
 

@@ -40,7 +40,7 @@ def look(folder, task, *, steps=16, at=None, monitor=None, **settings):
 
 def parts_of(folder, phase=None):
     """The recorded parts, of one phase or of all."""
-    found = read_run(folder).select(Phase)
+    found = read_run(folder).results.select(Phase)
     return [part for end in found if phase in (None, end.phase) for part in end.parts]
 
 
