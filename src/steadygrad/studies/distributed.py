@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from steadygrad import shards
 from steadygrad._checks import InputError
 from steadygrad.distributed import World, gather_json, join_processes, leave_processes
-from steadygrad.shards import load_model_state, load_optimizer_state, shard_model, whole_states
 from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
 from steadygrad.tasks.guard import guarded
 
 T = TypeVar("T")
+StateDict = dict[str, Any]
 
 # Seconds for the backend's threads to come to rest.
 PAUSE = 0.25
@@ -73,7 +74,7 @@ class DistributedContext:
             devices = [self.device.index] if self.device.type == "cuda" else None
             return nn.parallel.DistributedDataParallel(model, device_ids=devices)
         if self.sharding == "fsdp2":
-            shard_model(model)
+            shards.shard_model(model)
         return model
 
     @contextmanager
@@ -86,27 +87,25 @@ class DistributedContext:
             yield
 
     @guarded("The state_dict of model and optimizer")
-    def states(
-        self, model: nn.Module, optimizer: Optimizer
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def states(self, model: nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:
         """State dicts with whole tensors on every rank."""
         if self.sharding == "fsdp2":
-            return whole_states(model, optimizer)
+            return shards.whole_states(model, optimizer)
         return model.state_dict(), optimizer.state_dict()
 
     @guarded("The load_state_dict of the model")
-    def load_model(self, model: nn.Module, state: dict[str, Any]) -> None:
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
         """Loads a state dict with whole tensors."""
         if self.sharding == "fsdp2":
-            load_model_state(model, state)
+            shards.load_model_state(model, state)
         else:
             model.load_state_dict(state)
 
     @guarded("The load_state_dict of the optimizer")
-    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Loads a state dict with whole tensors; the state is not changed, now or later."""
         if self.sharding == "fsdp2":
-            load_optimizer_state(model, optimizer, state)
+            shards.load_optimizer_state(model, optimizer, state)
         else:
             optimizer.load_state_dict(copy.deepcopy(state))
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ class Run:
     folder: Path
     header: Any
     results: Results
-    summary: dict[str, Any] | None
+    summary: Mapping[str, Any] | None
     unreadable: tuple[str, ...] = ()
 
 

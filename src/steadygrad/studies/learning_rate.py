@@ -1,6 +1,7 @@
 """Learning rates relative to a task's own."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +109,7 @@ def _rates(optimizer: Optimizer) -> list[tuple[Any, int]]:
     return [(group["lr"], getattr(group["lr"], "_version", 0)) for group in optimizer.param_groups]
 
 
-def _keep_half_life(
-    group: dict[str, Any], options: dict[str, Any], multiple: float, factor: float
-) -> None:
+def _keep_half_life(group: Any, options: Mapping[str, Any], multiple: float, factor: float) -> None:
     r"""Keeps the half-life of Adam's second moment and of the weight decay in samples.
 
     A step of ``multiple`` times the batch forgets as much as ``multiple`` steps:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import DistributedContext, StateDict
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trials import seed_for
@@ -61,8 +61,8 @@ class State:
     Without an optimizer's ``state_dict`` a new one begins.
     """
 
-    model: dict[str, Any]
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    model: StateDict
+    optimizer: StateDict = field(default_factory=dict)
 
 
 def on_host(nest: Any) -> Any:
