@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
@@ -39,8 +39,9 @@ def by_phase(results: Results) -> dict[str, Sequence[Part]]:
     return {phase: end.parts if end else () for phase, end in found.items()}
 
 
-def layers_of(parts: Sequence[Part]) -> list[str]:
+def layers_of(*phases: Sequence[Part]) -> list[str]:
     """All layers with a gradient, in the order of the model, the loss first."""
+    parts = [*chain(*phases)]
     seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
     return [name for name in (parts[0].scales if parts else ()) if name in seen]
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from msgspec.structs import replace
 
@@ -91,7 +90,7 @@ def _trained(end: schema.Phase) -> schema.Trained:
 
 def _layers(phases: Phases) -> Iterable[schema.Layer]:
     shares = {phase: analysis.shares_of(phases[phase]) for phase in (BEFORE, AFTER)}
-    for name in analysis.layers_of([*chain(*phases.values())]):
+    for name in analysis.layers_of(*phases.values()):
         seen = {
             phase: schema.Seen(
                 activations=held.get((name, "activations")),

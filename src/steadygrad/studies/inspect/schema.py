@@ -109,11 +109,6 @@ class Phase(Result, frozen=True, tag="phase"):
     parts: Annotated[tuple[Part, ...], Meta(min_length=PARTS, max_length=PARTS)]
     valid_loss: float | None
 
-    @property
-    def work(self) -> int:
-        """The samples that were trained on."""
-        return self.samples
-
 
 RESULTS = Phase
 
