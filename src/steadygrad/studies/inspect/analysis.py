@@ -194,8 +194,7 @@ def _room(parts: Iterable[Part]) -> dict[str, int]:
     for held in (held for part in parts for held in part.largest.values()):
         for name, exponent in held.items():
             largest[name] = max(exponent, largest.get(name, exponent))
-    finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
-    return {name: int(OVER - 1 - HEADROOM - exponent) for name, exponent in finite.items()}
+    return {name: int(OVER - 1 - HEADROOM - e) for name, e in largest.items() if math.isfinite(e)}
 
 
 def _bounded(log2: int) -> int:

@@ -65,8 +65,7 @@ def _forward(phases: Phases) -> schema.Forward | None:
     """Of the first training with such a step."""
     for parts in (phases[BEFORE], phases[AFTER]):
         if causes := analysis.added_up(parts, "forward"):
-            steps = parts[-1].steps
-            return schema.Forward(causes=dict(causes), count=causes.total(), steps=steps)
+            return schema.Forward(causes=dict(causes), count=causes.total(), steps=parts[-1].steps)
     return None
 
 

@@ -7,7 +7,7 @@ the proposed scales needs both: the proposal is arithmetic on what they recorded
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,15 +49,13 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The phases that can be trained."""
     search = header.plan.steps * header.plan.batch_size
-    cost = search + evaluation_cost(header.task.valid_size)
-    trials = [
-        Trial(("phase", BEFORE), cost, TITLES[BEFORE]),
-        Trial(("phase", SEARCH), search, TITLES[SEARCH]),
-    ]
-    if all(results.get(schema.Phase, phase) for phase in (BEFORE, SEARCH)):
+    evaluated = search + evaluation_cost(header.task.valid_size)
+    costs = {BEFORE: evaluated, SEARCH: search}
+    trials = [Trial(("phase", name), cost, TITLES[name]) for name, cost in costs.items()]
+    if all(results.get(schema.Phase, name) for name in costs):
         found = propose(by_phase(results))
         given = {"loss_scale": found.loss_scale, "layer_scales": found.layer_scales}
-        trials.append(Trial(("phase", AFTER), cost, TITLES[AFTER], given))
+        trials.append(Trial(("phase", AFTER), evaluated, TITLES[AFTER], given))
     return trials
 
 
@@ -72,7 +70,7 @@ def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) 
         torch.compiler.reset()
     trainer.restart()
     with GradientWatch(trainer.model) as watch:
-        train = partial(_train, plan, place, phase, scales.get("layer_scales", {}), watch)
+        train = partial(_train, place, phase, scales.get("layer_scales", {}), watch)
         parts = tuple(train(part) for part in range(PARTS))
     loss = math.nan if searching else place.evaluate()
     return schema.Phase(
@@ -87,15 +85,11 @@ TRIALS = {"phase": phase}
 
 
 def _train(
-    plan: Plan,
-    place: Workplace,
-    phase: schema.PhaseName,
-    own: Mapping[str, float],
-    watch: GradientWatch,
-    part: int,
+    place: Workplace, phase: schema.PhaseName, own: Collection[str], watch: GradientWatch, part: int
 ) -> schema.Part:
     """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
-    trainer, size, searching = place.trainer, plan.batch_size, phase == SEARCH
+    trainer, plan, searching = place.trainer, place.header.plan, phase == SEARCH
+    size = plan.batch_size
     # Phases see the same data and the same random numbers.
     trainer.seed_everything("train", part)
     first, last = (plan.steps * parts // PARTS for parts in (part, part + 1))
