@@ -29,9 +29,8 @@ from statistics import fmean, stdev
 from advise_referee import Run, load, train_and_keep
 from side_by_side import hardware, save
 
-from steadygrad.studies.advise.analysis import RATES
+from steadygrad.studies.advise.analysis import RATES, other_rate
 from steadygrad.studies.advise.findings import verdict
-from steadygrad.studies.advise.pairs import other_rate
 from steadygrad.studies.advise.plan import PAIRS, lengths_of
 from steadygrad.studies.paired import next_look
 from steadygrad.studies.schema import Training

@@ -1,22 +1,164 @@
-"""Batch sizes and learning rates as the results show them: pure functions of the results."""
+r"""Batch sizes and learning rates as the results show them: pure functions of the results.
+
+A batch size over :math:`N` samples is compared with the smallest one over the complete training of
+:math:`N / (1 + t)`. Its overhead is the :math:`t` at which both end with the same loss, found by
+interpolation between the lengths at which the smallest batch's loss is known. The interval are all
+:math:`t` that the paired test does not reject.
+"""
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from steadygrad.studies.advise.pairs import Curves, Pairs, other_rate, shared_variance
-from steadygrad.studies.advise.plan import LEAST, lengths_of
-from steadygrad.studies.advise.schema import Header, OtherRate, Plan, Settings
-from steadygrad.studies.folder import Results
+from steadygrad.studies import paired
+from steadygrad.studies.advise.plan import LEAST, LENGTHS, lengths_of
+from steadygrad.studies.advise.schema import OtherRate, Plan, Settings
 from steadygrad.studies.ladder import SEEDS, Ladder
-from steadygrad.studies.paired import FIRST, Evidence
+from steadygrad.studies.paired import FIRST, Evidence, Floats, Prior, interval, looked
+from steadygrad.studies.schema import Training
 
 # Other learning rates at which a batch size is trained: octaves from the rule's.
 RATES = (-1.0, 1.0)
 # A fall that is no larger a part of the loss is a rounding error.
 ROUNDING = 1e-6
+# Multiple of the tolerance that the interval of the overhead must not exceed.
+MARGIN = 1.25
+# Degrees of freedom that the variance at other batch sizes counts for beside a size's own.
+FREEDOM = 2.0
+# Overheads between none and the largest that is known.
+GRID = 121
+
+Curves = Mapping[int, Sequence[tuple[float, float]]]
+"""By seed, the smallest batch's losses: pairs of samples and loss, ascending."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Trainings at one batch size beside the smallest batch's with the same seeds.
+
+    Attributes:
+        runs: Of the pairs up to the last look, by seed.
+        losses: The smallest batch's, shape ``(lengths, pairs)``.
+        places: The samples that they stand for, shape ``(lengths,)``.
+        prior: Variance of the differences at other batch sizes.
+    """
+
+    runs: tuple[Training, ...]
+    losses: Floats
+    places: Floats
+    tolerance: float
+    prior: Prior = paired.NOTHING
+
+    @classmethod
+    def of(
+        cls, trainings: Mapping[int, Training], base: Curves, tolerance: float
+    ) -> "Pairs | None":
+        """The pairs of trainings and the smallest batch's; None before the first look."""
+        seeds = sorted(trainings.keys() & base.keys())
+        seeds = seeds[: looked(len(seeds))]
+        if not seeds:
+            return None
+        table = np.array([base[seed] for seed in seeds], dtype=float)
+        runs = tuple(trainings[seed] for seed in seeds)
+        return cls(runs, table[..., 1].T, table[0, :, 0], tolerance)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    @property
+    def finals(self) -> Floats:
+        """Losses of the runs, shape ``(pairs,)``."""
+        return np.array([run.loss for run in self.runs])
+
+    @cached_property
+    def grid(self) -> Floats:
+        """Overheads at which the losses are compared, ascending."""
+        # The tolerance itself, and the margin, are among them to the last digit.
+        return self.tolerance * np.linspace(0.0, LENGTHS[0], GRID)
+
+    def behind(self, overheads: Floats) -> Floats:
+        """Losses less the smallest batch's over the length that is shorter by each overhead.
+
+        Shape ``(*, pairs)``. The smallest batch's are linear in the logarithm of the samples
+        between the lengths.
+        """
+        at = np.log(self.runs[0].curve[-1][0] / (1 + overheads))
+        known = np.log(self.places)
+        i = np.clip(np.searchsorted(known, at) - 1, 0, len(known) - 2)
+        part = ((at - known[i]) / (known[i + 1] - known[i]))[..., None]
+        return np.asarray(self.finals - self.losses[i] * (1 - part) - self.losses[i + 1] * part)
+
+    @cached_property
+    def overheads(self) -> tuple[float, float, float]:
+        """The overhead and its interval; infinite beyond the largest known, and by divergence."""
+        if not np.isfinite(self.finals).all():
+            return (np.inf,) * 3
+        mean, low, high = interval(self.behind(self.grid), prior=self.prior)
+        # The interval ends where no higher overhead is above.
+        above = np.logical_or.accumulate((high > 0)[::-1])[::-1]
+        return self._first(mean <= 0), self._first(low <= 0), self._first(~above)
+
+    def _first(self, reached: "np.ndarray") -> float:
+        return float(self.grid[reached.argmax()]) if reached.any() else np.inf
+
+    @property
+    def passed(self) -> bool:
+        """Whether the overhead is tolerable, and the interval is within the margin."""
+        overhead, _, high = self.overheads
+        return overhead <= self.tolerance and high <= MARGIN * self.tolerance
+
+    @property
+    def failed(self) -> bool:
+        """Whether the whole interval is beyond the tolerance."""
+        return self.overheads[1] > self.tolerance
+
+    @cached_property
+    def needed(self) -> int:
+        """Pairs with which it should be decided, if means and deviations stay as they are."""
+        if self.passed or self.failed:
+            return len(self)
+        fits = self.overheads[0] <= self.tolerance
+        # It passes at the margin, and fails at the tolerance.
+        gap = self.behind(np.asarray(self.tolerance * (MARGIN if fits else 1.0)))
+        mean, variance = abs(float(gap.mean())), float(gap.var(ddof=1))
+        needed = paired.pairs_needed(mean, variance, paired.ALPHA, prior=self.prior)
+        return max(needed or paired.MOST, len(self) + 1)
+
+
+def shared_variance(others: Iterable[Pairs]) -> Prior:
+    """The median variance of the differences at other batch sizes.
+
+    They share the smallest batch's noise. One that ends far behind has a noise of its own.
+    """
+    known = [pairs for pairs in others if np.isfinite(pairs.overheads[0])]
+    if not known:
+        return paired.NOTHING
+    tolerated = [pairs.behind(np.asarray(pairs.tolerance)) for pairs in known]
+    return Prior(float(np.median([each.var(ddof=1) for each in tolerated])), FREEDOM)
+
+
+def other_rate(
+    tried: Mapping[int, Training], own: Mapping[int, Training], base: Curves
+) -> OtherRate | None:
+    """Compares trainings at another rate with those at the own one; None before the first look."""
+    seeds = sorted(tried.keys() & own.keys() & base.keys())
+    seeds = seeds[: looked(len(seeds))]
+    if not seeds:
+        return None
+    apart = np.array([tried[seed].loss - own[seed].loss for seed in seeds])
+    mean, low, high, verdict = np.inf, np.inf, np.inf, "not better"
+    if np.isfinite(apart).all():
+        # The smallest batch's fall over the last of the tolerated samples.
+        worth = np.array([base[seed][-2][1] - base[seed][-1][1] for seed in seeds])
+        mean, low, high = map(float, interval(apart))
+        never = interval(apart + worth)[1] > 0
+        verdict = "better" if high < 0 else "not better" if never else ""
+    lr = tried[seeds[0]].lr
+    return OtherRate(lr=lr, seeds=len(seeds), mean=mean, low=low, high=high, verdict=verdict)
 
 
 class BatchSizes(Evidence):
@@ -25,18 +167,9 @@ class BatchSizes(Evidence):
     plan: Plan
     settings: Settings
 
-    def __init__(self, header: Header, results: Results) -> None:
-        super().__init__(header, results)
-        self.tolerance, self.tunes = header.settings.tolerance, header.settings.tune
-        self.decays = self.task.lr_decay != "none"
-
-    def size(self, arm: int) -> int:
-        """An arm's batch size."""
-        return self.plan.arms[arm]
-
     def tuned(self, arm: int) -> float | None:
         """Octaves of an arm's best rate above the rule's: 0 without a search, None so far."""
-        return Ladder(self, arm, self.length).tuned if self.tunes else 0.0
+        return Ladder(self, arm, self.length).tuned if self.settings.tune else 0.0
 
     @cached_property
     def length(self) -> int:
@@ -45,11 +178,12 @@ class BatchSizes(Evidence):
         A length that the user gave, or at which rates are tuned, stays unless the loss does not
         move at all. 0: there is none.
         """
-        samples, stays = self.plan.samples, bool(self.settings.samples) or self.tunes
+        samples, batch, tunes = self.plan.samples, self.plan.arms[0], self.settings.tune
+        stays = tunes or bool(self.settings.samples)
         while samples:
             curves = [*self._curves(samples, 0.0).values()]
             ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FIRST]]
-            if len(ends) < (len(SEEDS) if self.tunes else FIRST):
+            if len(ends) < (len(SEEDS) if tunes else FIRST):
                 break
             falls = [first - last for first, last in ends]
             fall = math.fsum(map(abs, falls) if stays else falls)
@@ -57,18 +191,20 @@ class BatchSizes(Evidence):
                 break
             if fall > ROUNDING * math.fsum(abs(first) for first, _ in ends):
                 break
-            steps = samples // 2 // self.size(0)
-            samples = 0 if stays or steps < LEAST else steps * self.size(0)
+            steps = samples // 2 // batch
+            samples = 0 if stays or steps < LEAST else steps * batch
         return samples
+
+    def lengths(self, samples: int) -> list[int]:
+        """Lengths of the smallest batch's trainings: where its rate decays, all that are known."""
+        decays = self.task.lr_decay != "none"
+        return lengths_of(samples, self.settings.tolerance) if decays else [samples]
 
     def _curves(self, samples: int, step: float) -> Curves:
         """The smallest batch's losses at the lengths up to ``samples``, by seed."""
-        if not self.decays:
-            return {seed: run.curve for seed, run in self.trainings(0, samples, step).items()}
-        lengths = lengths_of(samples, self.tolerance)
-        rows = [self.trainings(0, length, step) for length in lengths]
+        rows = [self.trainings(0, length, step) for length in self.lengths(samples)]
         seeds = sorted(set.intersection(*map(set, rows)))
-        return {seed: tuple(row[seed].curve[-1] for row in rows) for seed in seeds}
+        return {seed: [*chain(*(row[seed].curve for row in rows))] for seed in seeds}
 
     @cached_property
     def own(self) -> Curves:
@@ -80,13 +216,12 @@ class BatchSizes(Evidence):
     @cached_property
     def pairs(self) -> dict[int, Pairs]:
         """Pairs with the smallest batch, by arm, ascending."""
-        found = {}
+        known = dict[int, Pairs]()
         for arm in range(1, len(self.plan.arms)):
             step = self.tuned(arm) if self.trainings(arm, self.length, 0.0) else None
-            if step is not None:
-                runs = self.trainings(arm, self.length, step)
-                found[arm] = Pairs.of(runs, self.own, self.tolerance)
-        known = {arm: pairs for arm, pairs in found.items() if pairs is not None}
+            runs = {} if step is None else self.trainings(arm, self.length, step)
+            if pairs := Pairs.of(runs, self.own, self.settings.tolerance):
+                known[arm] = pairs
         return {
             arm: replace(pairs, prior=shared_variance(known[x] for x in known if x != arm))
             for arm, pairs in known.items()
@@ -109,9 +244,16 @@ class BatchSizes(Evidence):
         """The arm of the recommended batch size; None where nothing is known."""
         return 0 if self.passed is None and self.failed == 1 else self.passed
 
-    def others(self, arm: int) -> dict[float, OtherRate]:
-        """Other learning rates beside the rule's; those without a look are left out."""
-        own = self.trainings(arm, self.length)
-        rates = ((step, self.trainings(arm, self.length, step)) for step in RATES)
-        found = {step: other_rate(runs, own, self.own) for step, runs in rates}
-        return {step: one for step, one in found.items() if one is not None}
+    @property
+    def rates(self) -> dict[int, dict[float, OtherRate]]:
+        """By arm, other rates beside the smallest batch's and the recommended one's.
+
+        Those without a look are left out.
+        """
+        found = {}
+        for arm in (0, self.advised) if self.advised else (0,):
+            own = self.trainings(arm, self.length)
+            tried = {step: self.trainings(arm, self.length, step) for step in RATES}
+            rates = {step: other_rate(runs, own, self.own) for step, runs in tried.items()}
+            found[arm] = {step: one for step, one in rates.items() if one is not None}
+        return found

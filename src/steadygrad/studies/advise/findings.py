@@ -1,12 +1,11 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from steadygrad.studies.advise import schema, words
-from steadygrad.studies.advise.analysis import RATES, BatchSizes
-from steadygrad.studies.advise.pairs import Pairs
-from steadygrad.studies.advise.plan import OTHER_RATES, lengths_of, rate_of, warmup_samples
+from steadygrad.studies.advise.analysis import RATES, BatchSizes, Pairs
+from steadygrad.studies.advise.plan import OTHER_RATES, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
 
@@ -20,15 +19,15 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     found = BatchSizes(header, Results() if rise else results)
     measured = results.get(Noise, found.length)
     recommendation = Recommendation(why="flat") if rise else _recommendation(found)
-    rates = _rates(found)
+    rates = tuple(_rates(found))
     said = Summary(
         study="advise",
         status=status,
         task=header.task.name,
         sample=header.task.sample,
-        batch_size=header.plan.batch_size,
-        lr=rate_of(header.task, header.plan.batch_size, found.tuned(0) or 0.0),
-        tolerance=found.tolerance,
+        batch_size=header.plan.arms[0],
+        lr=rate_of(header.task, header.plan.arms[0], found.tuned(0) or 0.0),
+        tolerance=header.settings.tolerance,
         rise=rise,
         findings=(recommendation, *rates),
         recommendation=recommendation,
@@ -48,16 +47,16 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     if arm is None:
         return Recommendation(why="undecided", samples=found.length, minutes=_minutes(found))
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    size = found.size(arm)
+    size = found.plan.arms[arm]
     lr = rate_of(task, size, found.tuned(arm) or 0.0)
-    at, rate = (found.size(0), task.lr) if found.settings.keep_half_life else (size, lr)
+    at, rate = (task.batch_size, task.lr) if found.settings.keep_half_life else (size, lr)
     decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
     overhead, low, high = found.pairs[arm].overheads if arm else (None,) * 3
     return Recommendation(
         batch_size=size,
         lr=lr,
-        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
+        warmup_samples=warmup_samples(found.task, found.length, size, tunes=found.settings.tune),
         samples=found.length,
         overhead=overhead,
         low=low,
@@ -74,20 +73,20 @@ def _minutes(found: BatchSizes) -> float | None:
     missing = min((p.needed - len(p) for p in undecided if p.needed <= seeds), default=None)
     if missing is None:
         return None
-    own = sum(lengths_of(found.length, found.tolerance)) if found.decays else found.length
+    pair = sum(found.lengths(found.length)) + found.length
     # The search for rates takes its part as well.
-    samples = missing * (own + found.length) / (1 - OTHER_RATES)
+    samples = missing * pair / (1 - OTHER_RATES)
     speed = found.plan.samples_per_second * found.header.runtime.workers
     return float(samples / speed / 60)
 
 
 def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:
-    overhead, low, high = pairs.overheads
+    size, (overhead, low, high) = found.plan.arms[arm], pairs.overheads
     return Checked(
-        batch_size=found.size(arm),
+        batch_size=size,
         lr=pairs.runs[0].lr,
-        warmup_samples=warmup_samples(found.task, found.length, found.size(arm), tunes=found.tunes),
-        steps=found.length // found.size(arm),
+        warmup_samples=warmup_samples(found.task, found.length, size, tunes=found.settings.tune),
+        steps=found.length // size,
         seeds=len(pairs),
         loss=float(pairs.finals.mean()),
         overhead=overhead,
@@ -98,22 +97,17 @@ def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:
     )
 
 
-def _rates(found: BatchSizes) -> tuple[schema.RateVerdict, ...]:
+def _rates(found: BatchSizes) -> Iterator[schema.RateVerdict]:
     """Verdicts on the learning rates of the smallest batch and of the recommended one."""
-    verdicts = []
-    for arm in dict.fromkeys((0, found.advised)):
-        known = {} if arm is None else found.others(arm)
-        if arm is None or len(known) < len(RATES):
-            continue
-        one = schema.RateVerdict(
-            verdict=verdict(known),
-            batch_size=found.size(arm),
-            lr=rate_of(found.task, found.size(arm)),
-            samples=found.length,
-            others=tuple(known.values()),
-        )
-        verdicts.append(one)
-    return tuple(verdicts)
+    for arm, known in found.rates.items():
+        if len(known) == len(RATES):
+            yield schema.RateVerdict(
+                verdict=verdict(known),
+                batch_size=found.plan.arms[arm],
+                lr=rate_of(found.task, found.plan.arms[arm]),
+                samples=found.length,
+                others=tuple(known.values()),
+            )
 
 
 def verdict(others: Mapping[float, schema.OtherRate]) -> str:

@@ -9,7 +9,7 @@ from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.schema import Summary
 from steadygrad.studies.folder import Run
 from steadygrad.studies.ladder import SEEDS
-from steadygrad.studies.paired import ALPHA, interval
+from steadygrad.studies.paired import interval
 from steadygrad.studies.paired_page import Row, differences
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import plural, show
@@ -34,8 +34,8 @@ def _differences(run: Run, summary: Summary) -> Markup | None:
         return None
     rows = []
     for arm, pairs in found.pairs.items():
-        apart = pairs.behind(np.asarray(found.tolerance))
-        mean, low, high = map(float, interval(apart, ALPHA, pairs.prior))
-        rows.append(Row(show(found.size(arm)), [*apart], mean, low, high))
+        apart = pairs.behind(np.asarray(pairs.tolerance))
+        mean, low, high = map(float, interval(apart, prior=pairs.prior))
+        rows.append(Row(show(found.plan.arms[arm]), [*apart], mean, low, high))
     spoken = "Final losses of each batch size less the tolerated loss, seed by seed."
     return differences("sizes", spoken, rows, "validation loss, difference")

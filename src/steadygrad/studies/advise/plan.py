@@ -36,12 +36,10 @@ LENGTHS = (3, 1, 0)
 
 def make_plan(
     settings: Settings,
+    task: Any,
     seconds: Mapping[int, float],
     evaluation: float,
     *,
-    batch_size: int,
-    train_size: int,
-    decays: bool,
     workers: int,
     world: int = 1,
 ) -> Plan:
@@ -49,18 +47,17 @@ def make_plan(
 
     Args:
         settings: With a length the budget decides nothing, if it is enough for a first look.
+        task: Its batch is the smallest one, and its data are the most in a batch.
         seconds: Of one sample in training, by multiple of the smallest batch.
         evaluation: Seconds of one evaluation.
-        batch_size: The smallest batch.
-        train_size: Samples of the training set; no batch is larger.
-        decays: Whether the learning rate falls, so that each length takes a training of its own.
         workers: Trials at a time.
         world: Processes that share a batch.
 
     Raises:
         InputError: If the budget gives no answer, or there are too few samples.
     """
-    least, samples = LEAST * batch_size, settings.samples
+    batch_size, train_size, samples = task.batch_size, len(task.train), settings.samples
+    least, decays = LEAST * batch_size, task.lr_decay != "none"
     if train_size < 4 * batch_size:
         raise InputError(
             f"Expected at least {4 * batch_size} training samples, for 4 times the "

@@ -7,16 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from steadygrad.studies import schema
-from steadygrad.studies.schema import (
-    Count,
-    Dtype,
-    Few,
-    Finding,
-    Positive,
-    PositiveFloat,
-    Result,
-    Training,
-)
+from steadygrad.studies.schema import Count, Finding, Positive, Result, Training
 
 TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
 KEEP = (
@@ -36,7 +27,7 @@ class Settings(schema.CommonSettings):
     """Settings of ``steadygrad advise``."""
 
     tolerance: Annotated[float, Meta(ge=0.01, le=1, description=TOLERANCE)] = 0.2
-    dtype: Dtype = "float32"
+    dtype: schema.Dtype = "float32"
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
@@ -56,14 +47,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     samples: Positive
-    seeds: Few
-    samples_per_second: PositiveFloat
+    seeds: schema.Few
+    samples_per_second: schema.PositiveFloat
     work: Positive
-
-    @property
-    def batch_size(self) -> int:
-        """The task's own."""
-        return self.arms[0]
 
     @property
     def largest_batch(self) -> int:

@@ -9,17 +9,11 @@ batch sizes are tried, and with which seeds.
 from collections.abc import Iterator
 
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
-from steadygrad.studies.advise.plan import (
-    END_MARKS,
-    LENGTHS,
-    OTHER_RATES,
-    PAIRS,
-    lengths_of,
-)
+from steadygrad.studies.advise.plan import END_MARKS, LENGTHS, OTHER_RATES, PAIRS
 from steadygrad.studies.advise.schema import Header, Noise
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import Ladder
-from steadygrad.studies.paired import FIRST, MOST, looked, next_look
+from steadygrad.studies.paired import FIRST, looked, next_look
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trials import Trial, evaluation_cost
 
@@ -47,63 +41,56 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
 
 
 def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) -> Trial:
-    evaluations = END_MARKS * (1 if arm or found.decays else len(LENGTHS))
+    evaluations = END_MARKS * (1 if arm or found.task.lr_decay != "none" else len(LENGTHS))
     cost = samples + evaluations * evaluation_cost(found.task.valid_size)
-    what = f"{found.size(arm)} over {samples:,}, seed {seed}"
+    what = f"{found.plan.arms[arm]} over {samples:,}, seed {seed}"
     what += f", {2.0**step:g} times the rate" if step else ""
     return Trial((Training.kind(), arm, samples, step, seed), cost, what)
-
-
-def _look(found: BatchSizes, arm: int, pairs: int) -> Wanted:
-    """Trainings of an arm and of the smallest batch with so many seeds, seed by seed.
-
-    Where rates are tuned and those of the two are not known yet, the trainings that tell.
-    """
-    own, best = found.tuned(0), found.tuned(arm)
-    if own is None or best is None:
-        yield from _tuning(found, 0 if own is None else arm)
-        return
-    for seed in range(pairs):
-        yield from _reference(found, seed, own)
-        yield arm, found.length, best, seed
-
-
-def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
-    """The smallest batch's training; of each length, where the rate decays."""
-    lengths = lengths_of(found.length, found.tolerance) if found.decays else [found.length]
-    for length in lengths:
-        yield 0, length, step, seed
-
-
-def _tuning(found: BatchSizes, arm: int) -> Wanted:
-    for step, seed in Ladder(found, arm, found.length).missing:
-        yield arm, found.length, float(step), seed
 
 
 def _sizes(found: BatchSizes) -> Wanted:
     """The batch size: visited by strides and by halves, then decided."""
     if not found.length:
         return
-    if not found.tunes and len(found.own) < FIRST:
+    if not found.settings.tune and len(found.own) < FIRST:
         for seed in range(FIRST):
             yield from _reference(found, seed, 0.0)
         return
     arm = _next_arm(found)
-    if arm is not None:
-        yield from _look(found, arm, _next(found, _pairs(found, arm)))
-        return
     # All is decided: the sizes on either side of the border become more certain.
     border = [arm for arm in (found.passed, found.failed) if arm is not None]
-    for arm in sorted(border, key=lambda arm: _pairs(found, arm)):
-        yield from _look(found, arm, _next(found, _pairs(found, arm)))
+    border.sort(key=lambda arm: _pairs(found, arm))
+    for each in border if arm is None else [arm]:
+        yield from _look(found, each)
+
+
+def _look(found: BatchSizes, arm: int) -> Wanted:
+    """Trainings of an arm and of the smallest batch up to the next look, seed by seed.
+
+    Where rates are tuned and those of the two are not known yet, the trainings that tell.
+    """
+    own, best = found.tuned(0), found.tuned(arm)
+    if own is None or best is None:
+        arm = 0 if own is None else arm
+        for octave, seed in Ladder(found, arm, found.length).missing:
+            yield arm, found.length, float(octave), seed
+        return
+    for seed in range(_next(found, arm)):
+        yield from _reference(found, seed, own)
+        yield arm, found.length, best, seed
+
+
+def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
+    """The smallest batch's training; of each length, where the rate decays."""
+    return ((0, length, step, seed) for length in found.lengths(found.length))
 
 
 def _pairs(found: BatchSizes, arm: int) -> int:
-    return len(found.pairs[arm]) if arm in found.pairs else 0
+    return len(found.pairs.get(arm, ()))
 
 
-def _next(found: BatchSizes, pairs: int, most: int = MOST) -> int:
-    return next_look(pairs, min(most, found.plan.seeds))
+def _next(found: BatchSizes, arm: int) -> int:
+    return next_look(_pairs(found, arm), found.plan.seeds)
 
 
 def _next_arm(found: BatchSizes) -> int | None:
@@ -125,7 +112,7 @@ def _next_arm(found: BatchSizes) -> int | None:
     # What is above the advice comes last: ruled out, or not.
     above = [arm for arm in pairs if low < arm < bad]
     for group in ((*between[-1:], *middle, *hard), above):
-        if left := [arm for arm in group if _next(found, _pairs(found, arm))]:
+        if left := [arm for arm in group if _next(found, arm)]:
             return min(left)
     return None
 
@@ -136,17 +123,15 @@ def _rates(found: BatchSizes) -> Wanted:
     With the seeds that the search for the batch size has used: it must not hang on this one, whose
     trainings run ahead where there are workers for them.
     """
-    if len(found.own) < FIRST or found.tunes:
+    if len(found.own) < FIRST or found.settings.tune:
         return
-    for arm in dict.fromkeys((0, found.advised)):
-        known = {} if arm is None else found.others(arm)
-        sure = len(known) == len(RATES) and any(
-            other.verdict == "better" for other in known.values()
-        )
-        if arm is None or sure:
+    for arm, known in found.rates.items():
+        if len(known) == len(RATES) and any(one.verdict == "better" for one in known.values()):
             continue
+        there = _pairs(found, arm) if arm else looked(len(found.own))
         for step in RATES:
-            other, there = known.get(step), _pairs(found, arm) if arm else looked(len(found.own))
+            other = known.get(step)
             if other is None or not other.verdict:
-                look = _next(found, other.seeds if other else 0, min(there, PAIRS))
-                yield from ((arm, found.length, step, seed) for seed in range(look))
+                most = min(there, PAIRS, found.plan.seeds)
+                for seed in range(next_look(other.seeds if other else 0, most)):
+                    yield arm, found.length, step, seed

@@ -7,15 +7,8 @@ from statistics import fmean
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
+from steadygrad.studies.advise import plan as planning
 from steadygrad.studies.advise import schema
-from steadygrad.studies.advise.plan import (
-    RUNS,
-    end_marks,
-    lengths_of,
-    make_plan,
-    rate_of,
-    warmup_samples,
-)
 from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.arms import train
@@ -43,7 +36,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
             f"Remedy: --seeds {FIRST}."
         )
     own, seconds = measured_speed(trainer, task.batch_size), {1: 1 / speed}
-    for multiple in RUNS:
+    for multiple in planning.RUNS:
         size = multiple * task.batch_size
         # A slow task is not kept waiting for what a few steps would tell.
         if multiple > 1 and 4 * size <= min(len(task.train), SHARE * settings.budget * own):
@@ -53,16 +46,8 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     trainer.evaluate()
     # In seconds of a machine with the speed that is reckoned with.
     evaluation = context.gather((clock() - began) * own / speed)[0]
-    plan = make_plan(
-        settings,
-        seconds,
-        evaluation,
-        batch_size=task.batch_size,
-        train_size=len(task.train),
-        decays=task.lr_decay != "none",
-        workers=workers,
-        world=context.size,
-    )
+    world = context.size
+    plan = planning.make_plan(settings, task, seconds, evaluation, workers=workers, world=world)
     if task.warmup_samples > plan.samples:
         raise InputError(
             f"The warm-up should end within the run of {plan.samples:,} samples. Found "
@@ -78,10 +63,10 @@ def training(
     """Trains from the initial weights with one batch size."""
     task, settings, size = place.trainer.task, place.header.settings, plan.arms[arm]
     decays = task.lr_decay != "none"
-    warmup = warmup_samples(task, samples, size, tunes=settings.tune)
+    warmup = planning.warmup_samples(task, samples, size, tunes=settings.tune)
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
-    lengths = [samples] if arm or decays else lengths_of(samples, settings.tolerance)
-    windows = [end_marks(length, decays=decays) for length in lengths]
+    lengths = [samples] if arm or decays else planning.lengths_of(samples, settings.tolerance)
+    windows = [planning.end_marks(length, decays=decays) for length in lengths]
     found = train(
         place,
         size,
@@ -95,7 +80,7 @@ def training(
     lost = math.isinf(found[-1][1])
     ends = zip(lengths, windows, strict=True)
     curve = tuple((n, math.inf) if lost else _averaged(found, window) for n, window in ends)
-    lr = rate_of(task, size, step)
+    lr = planning.rate_of(task, size, step)
     return Training(
         arm=arm, samples=samples, step=step, seed=seed, lr=lr, loss=curve[-1][1], curve=curve
     )
@@ -113,7 +98,7 @@ def _averaged(curve: Sequence[tuple[int, float]], marks: Sequence[int]) -> tuple
 
 def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
     """Measures the gradient noise scale along the smallest batch's training, in micro-batches."""
-    trainer, world, size = place.trainer, place.trainer.context.size, plan.batch_size
+    trainer, world, size = place.trainer, place.trainer.context.size, plan.arms[0]
     if size < MICRO_BATCHES:  # one gradient a step has no spread
         return Noise(samples=samples, points=())
     # As few as there may be, of one size, so that any number of processes has the same ones.

@@ -37,9 +37,11 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         remedy = "try another Task.lr, more data, or another --budget"
         return f"No batch size can be advised: {fall}; {remedy}.", ""
     samples = _count(found.samples or 0, s)
-    larger = next((run for run in s.checked if _is_above(run, found, s)), None)
+    size = found.batch_size or s.batch_size
+    above = (run for run in s.checked if run.batch_size > size and not run.within)
+    larger = next(above, None)
+    why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
     if found.batch_size is None:
-        why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
         then = "more seeds than it has would be needed, so"
         if found.minutes is not None and s.status != "complete":
             minutes = math.ceil(found.minutes)
@@ -50,16 +52,14 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     if run is not None:
-        steps = _fewer(run.steps * (1 + run.overhead), (found.samples or 0) // s.batch_size)
+        saved = 1 - run.steps * (1 + run.overhead) / ((found.samples or 0) // s.batch_size)
+        steps = f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} optimizer steps"
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
         return said + "for the same loss.", f"train at {settings}"
     assert larger is not None
-    return f"For {samples}, stay at {settings}: {_failed(larger, s)}.", f"stay at {base}"
-
-
-def _is_above(run: Checked, found: Recommendation, s: Summary) -> bool:
-    """Whether a batch size is above the advised one, and not within the tolerance."""
-    return not run.within and run.batch_size > (found.batch_size or s.batch_size)
+    if not larger.beyond:
+        why += f", so it is not certain whether it stays within {_tolerated(s)}"
+    return f"For {samples}, stay at {settings}: {why}.", f"stay at {base}"
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
@@ -130,12 +130,6 @@ def _tolerated(s: Summary) -> str:
     return f"{100 * s.tolerance:.4g}%"
 
 
-def _fewer(steps: float, others: float) -> str:
-    """Optimizer steps to the same loss, against those of another run."""
-    saved = 1 - steps / others
-    return f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} optimizer steps"
-
-
 def _extra(overhead: float, s: Summary) -> str:
     """An overhead, with the decimals that tell it from the tolerance."""
     if math.isinf(overhead):
@@ -159,11 +153,3 @@ def _needs(run: Checked, s: Summary) -> str:
         return f"needs {_extra(run.low, s)} {goal}"
     extra = _extra(run.overhead, s) if round(100 * min(run.overhead, 1e6)) > 0 else "no"
     return f"needs {extra} {goal} (95% confidence interval {_interval(run, s)})"
-
-
-def _failed(run: Checked, s: Summary) -> str:
-    """A batch size that was trained and is not advised."""
-    said = f"batch {run.batch_size:,} {_needs(run, s)}"
-    if run.beyond:
-        return said
-    return f"{said}, so it is not certain whether it stays within {_tolerated(s)}"

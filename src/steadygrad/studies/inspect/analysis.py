@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
@@ -39,8 +39,9 @@ def by_phase(results: Results) -> dict[str, Sequence[Part]]:
     return {phase: end.parts if end else () for phase, end in found.items()}
 
 
-def layers_of(parts: Sequence[Part]) -> list[str]:
+def layers_of(*phases: Sequence[Part]) -> list[str]:
     """All layers with a gradient, in the order of the model, the loss first."""
+    parts = [*chain(*phases)]
     seen = {name for part in parts for kind in KINDS for name in getattr(part, kind)}
     return [name for name in (parts[0].scales if parts else ()) if name in seen]
 
@@ -193,8 +194,7 @@ def _room(parts: Iterable[Part]) -> dict[str, int]:
     for held in (held for part in parts for held in part.largest.values()):
         for name, exponent in held.items():
             largest[name] = max(exponent, largest.get(name, exponent))
-    finite = {name: exponent for name, exponent in largest.items() if math.isfinite(exponent)}
-    return {name: int(OVER - 1 - HEADROOM - exponent) for name, exponent in finite.items()}
+    return {name: int(OVER - 1 - HEADROOM - e) for name, e in largest.items() if math.isfinite(e)}
 
 
 def _bounded(log2: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from msgspec.structs import replace
 
@@ -66,8 +65,7 @@ def _forward(phases: Phases) -> schema.Forward | None:
     """Of the first training with such a step."""
     for parts in (phases[BEFORE], phases[AFTER]):
         if causes := analysis.added_up(parts, "forward"):
-            steps = parts[-1].steps
-            return schema.Forward(causes=dict(causes), count=causes.total(), steps=steps)
+            return schema.Forward(causes=dict(causes), count=causes.total(), steps=parts[-1].steps)
     return None
 
 
@@ -91,7 +89,7 @@ def _trained(end: schema.Phase) -> schema.Trained:
 
 def _layers(phases: Phases) -> Iterable[schema.Layer]:
     shares = {phase: analysis.shares_of(phases[phase]) for phase in (BEFORE, AFTER)}
-    for name in analysis.layers_of([*chain(*phases.values())]):
+    for name in analysis.layers_of(*phases.values()):
         seen = {
             phase: schema.Seen(
                 activations=held.get((name, "activations")),

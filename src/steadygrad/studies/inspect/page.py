@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -31,7 +30,7 @@ COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     phases = analysis.by_phase(run.results)
-    layers = analysis.layers_of([*chain(*phases.values())])
+    layers = analysis.layers_of(*phases.values())
     held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
     kinds = [kind for kind in KINDS if any(kind == k for at in held.values() for _, k in at)]
     return {

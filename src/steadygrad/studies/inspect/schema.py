@@ -67,9 +67,6 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     over: Count
 
 
-Layers = dict[str, Histogram]
-
-
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An eighth of a phase.
 
@@ -93,9 +90,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     overflows: dict[str, Count]
     at_any_scale: dict[str, Count]
     overflowed_at: dict[str, float]
-    activations: Layers
-    weights: Layers
-    plain: dict[str, Layers]
+    activations: dict[str, Histogram]
+    weights: dict[str, Histogram]
+    plain: dict[str, dict[str, Histogram]]
     largest: dict[str, dict[str, float]]
     forward: dict[str, Count] = {}
 
@@ -108,11 +105,6 @@ class Phase(Result, frozen=True, tag="phase"):
     samples: Count
     parts: Annotated[tuple[Part, ...], Meta(min_length=PARTS, max_length=PARTS)]
     valid_loss: float | None
-
-    @property
-    def work(self) -> int:
-        """The samples that were trained on."""
-        return self.samples
 
 
 RESULTS = Phase

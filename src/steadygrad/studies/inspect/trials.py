@@ -1,9 +1,13 @@
-"""The trials of ``inspect``: what each kind does with a trainer, and the counts that it keeps."""
+"""The trials of ``inspect``: which there are, what they do with a trainer, and what they count.
+
+The phases that use one loss scale and that find scales do not need each other. The phase that tries
+the proposed scales needs both: the proposal is arithmetic on what they recorded.
+"""
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,24 +17,46 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
+from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
-from steadygrad.studies.inspect.plan import make_plan, steps_of, trials_of
-from steadygrad.studies.inspect.schema import KINDS, PARTS, SEARCH, Part, Plan
+from steadygrad.studies.inspect.analysis import by_phase, propose
+from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
 from steadygrad.studies.order import generators_kept, main_order
 from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace
 from steadygrad.watch import GradientWatch
 
-__all__ = ["TRAINING", "TRIALS", "plan_for", "trials_of"]
-
 # One loss scale to begin with. A forward pass that overflows is a finding.
 TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales}
+# Time of a step over that of the steps whose speed was measured: those that overflow are repeated.
+REPEATED = 1.2
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
-    """The steps that the settings name, or that fit the budget."""
-    task = trainer.task
-    return make_plan(settings, task.batch_size, len(task.valid), speed=speed, workers=workers)
+    """The steps that the settings name; without a number as many as the budget has time for."""
+    batch, evaluations = trainer.task.batch_size, 2 * evaluation_cost(len(trainer.task.valid))
+    span = SHARE * max(0.0, settings.budget - start_up(workers)) * speed / REPEATED
+    # Two phases can go side by side.
+    chain = len(PHASES) - (workers > 1)
+    fitting = int((span - evaluations) / chain / batch)
+    most = min(schema.STEPS, fitting // PARTS * PARTS)
+    steps = settings.steps or max(schema.LEAST_STEPS, most)
+    work = len(PHASES) * steps * batch + evaluations
+    return Plan(batch_size=batch, steps=steps, work=work)
+
+
+def trials_of(header: schema.Header, results: Results) -> list[Trial]:
+    """The phases that can be trained."""
+    search = header.plan.steps * header.plan.batch_size
+    evaluated = search + evaluation_cost(header.task.valid_size)
+    costs = {BEFORE: evaluated, SEARCH: search}
+    trials = [Trial(("phase", name), cost, TITLES[name]) for name, cost in costs.items()]
+    if all(results.get(schema.Phase, name) for name in costs):
+        found = propose(by_phase(results))
+        given = {"loss_scale": found.loss_scale, "layer_scales": found.layer_scales}
+        trials.append(Trial(("phase", AFTER), evaluated, TITLES[AFTER], given))
+    return trials
 
 
 def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) -> schema.Phase:
@@ -44,7 +70,7 @@ def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) 
         torch.compiler.reset()
     trainer.restart()
     with GradientWatch(trainer.model) as watch:
-        train = partial(_train, plan, place, phase, scales.get("layer_scales", {}), watch)
+        train = partial(_train, place, phase, scales.get("layer_scales", {}), watch)
         parts = tuple(train(part) for part in range(PARTS))
     loss = math.nan if searching else place.evaluate()
     return schema.Phase(
@@ -59,18 +85,14 @@ TRIALS = {"phase": phase}
 
 
 def _train(
-    plan: Plan,
-    place: Workplace,
-    phase: schema.PhaseName,
-    own: Mapping[str, float],
-    watch: GradientWatch,
-    part: int,
-) -> Part:
+    place: Workplace, phase: schema.PhaseName, own: Collection[str], watch: GradientWatch, part: int
+) -> schema.Part:
     """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
-    trainer, size, searching = place.trainer, plan.batch_size, phase == SEARCH
+    trainer, plan, searching = place.trainer, place.header.plan, phase == SEARCH
+    size = plan.batch_size
     # Phases see the same data and the same random numbers.
     trainer.seed_everything("train", part)
-    first, last = steps_of(plan, part)
+    first, last = (plan.steps * parts // PARTS for parts in (part, part + 1))
     order = main_order(len(trainer.task.train), trainer.seed)
     histograms = ExponentHistograms(trainer.scaler.get_scales())
     device = trainer.context.device
@@ -125,7 +147,7 @@ class ExponentHistograms:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = list(names)
-        shape = (2, len(KINDS), len(self._names), BINS)
+        shape = (2, len(schema.KINDS), len(self._names), BINS)
         self._scaled, self._plain = torch.zeros(shape, dtype=torch.float64)
         self._overflows, self._at_any_scale = Counter[str](), Counter[str]()
         self._forward, self._skipped = Counter[str](), 0
@@ -154,17 +176,17 @@ class ExponentHistograms:
             self._scaled += counts
             self._plain += _moved(counts, -scales)
 
-    def part(self, *, plain: bool, **rest: Any) -> Part:
+    def part(self, *, plain: bool, **rest: Any) -> schema.Part:
         """The counts of a part; layers without any value of a kind are left out."""
         scaled, unscaled = (
-            {kind: self._by_name(counts[i]) for i, kind in enumerate(KINDS)}
+            {kind: self._by_name(counts[i]) for i, kind in enumerate(schema.KINDS)}
             for counts in (self._scaled, self._plain)
         )
         largest = dict[str, dict[str, float]]()
-        for i, kind in enumerate(KINDS):
+        for i, kind in enumerate(schema.KINDS):
             rows = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
             largest[kind] = {name: exponent for name, exponent in rows if name in scaled[kind]}
-        return Part(
+        return schema.Part(
             skipped=self._skipped,
             forward=dict(self._forward),
             overflows=dict(self._overflows),
@@ -172,7 +194,7 @@ class ExponentHistograms:
             overflowed_at=self._overflowed_at,
             activations=scaled["activations"],
             weights=scaled["weights"],
-            plain=unscaled if plain else {kind: {} for kind in KINDS},
+            plain=unscaled if plain else {kind: {} for kind in schema.KINDS},
             largest=largest,
             **rest,
         )

@@ -72,7 +72,9 @@ def _verdict(verdict: str, s: Summary) -> tuple[str, str]:
         return f"one loss scale is enough if it starts at {start}{guess}", f": {why}"
     own = f"scales of their own for {_few(s.proposal.layer_scales)}"
     if after:
-        both = f"{_loss(after.valid_loss)}, with one loss scale {_loss(before.valid_loss)}"
+        ends = (after.valid_loss, before.valid_loss)
+        losses = ("not finite" if loss is None else f"{loss:.4g}" for loss in ends)
+        both = ", with one loss scale ".join(losses)
         why = f"with {own} the validation loss after {after.steps:,} optimizer steps is {both}"
     else:
         why = f"try {own}{guess}"
@@ -172,7 +174,3 @@ def _few(names: Iterable[str]) -> str:
 
 def _steps(count: float) -> str:
     return f"{count:,.0f} step{'s' * (count != 1)}"
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"

@@ -17,7 +17,7 @@ from steadygrad.studies.advise.schema import Noise, Summary
 from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.paired import looked
 from steadygrad.studies.schema import Training
-from tests.unit.studies.advise.events import ARM, law, make_header, seeds, studied, training
+from tests.unit.studies.advise.events import ARM, SIZES, law, make_header, seeds, studied, training
 
 HEADER = make_header()
 
@@ -174,7 +174,7 @@ def test_the_largest_that_passed_below_the_smallest_that_failed(slower, failed, 
         runs += seeds(size, slower=slow, spread=0.02 if slow == 1.2 else 0.0)
     evidence = known({}, *runs)
     # Other lengths and rates are no size.
-    assert [evidence.size(arm) for arm in evidence.pairs] == sorted(slower)
+    assert [SIZES[arm] for arm in evidence.pairs] == sorted(slower)
     assert evidence.failed == ARM.get(failed)
     assert evidence.advised == ARM.get(constant)
     summary = summarize(HEADER, evidence.results, "complete")

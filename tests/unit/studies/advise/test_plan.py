@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace as replace_task
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -31,12 +32,20 @@ from tests.unit.studies.tiny_task import diverging, diverging_above, make_task, 
 SPEED = 1000.0
 
 
+def task_of(batch_size, train_size, *, decays=False):
+    """What a plan asks of a task."""
+    decay = "linear" if decays else "none"
+    return SimpleNamespace(batch_size=batch_size, train=range(train_size), lr_decay=decay)
+
+
 def plan_of(budget, speed=SPEED, **given):
     """The plan of a task whose batches of all sizes take as long a sample."""
     named = ("samples", "tune")
     settings = Settings(budget=budget, **{n: given.pop(n) for n in named if n in given})
-    sizes = {"batch_size": 8, "train_size": 180_000, "workers": 1, "decays": False}
-    return make_plan(settings, dict.fromkeys(RUNS, 1 / speed), 0.01, **{**sizes, **given})
+    sizes = {"batch_size": 8, "train_size": 180_000, "decays": False}
+    task = task_of(**{n: given.pop(n, default) for n, default in sizes.items()})
+    seconds = dict.fromkeys(RUNS, 1 / speed)
+    return make_plan(settings, task, seconds, 0.01, **{"workers": 1, **given})
 
 
 @pytest.mark.parametrize(
@@ -126,8 +135,8 @@ def planned(speed=SPEED, task=None, **settings):
 def test_speeds_of_larger_batches_are_measured_beside_the_smallest(speeds):
     """The smallest batch's is what the plan reckons with, whatever this machine measures."""
     seconds = {1: 1 / SPEED, 4: 0.5 / SPEED, 16: 0.25 / SPEED}
-    sizes = {"batch_size": 4, "train_size": 4096, "workers": 1, "decays": False}
-    assert planned().samples == make_plan(Settings(budget=60), seconds, 0.0, **sizes).samples
+    plan = make_plan(Settings(budget=60), task_of(4, 4096), seconds, 0.0, workers=1)
+    assert planned().samples == plan.samples
     assert speeds == [(4, False), (16, True), (64, True)]
     del speeds[:]
     # A slow task is not kept waiting: 4 steps of 64 take more than the budget.

@@ -71,7 +71,7 @@ def test_sizes_are_visited_by_strides_of_four_and_then_between(critical, visited
     # All is decided: the advice is the largest size that is tolerable.
     evidence = BatchSizes(header, Results(found))
     good = [size for size in SIZES if size <= max(8, within_tolerance(critical))]
-    assert evidence.size(evidence.advised) == good[-1]
+    assert SIZES[evidence.advised] == good[-1]
     # Nothing is left, and no size has more seeds than it may.
     assert keys(found, header) == []
     assert max(run.seed for run in runs) == 5

@@ -1,6 +1,7 @@
 """Steps that a budget has time for; what is concluded of made-up records, and that it is said."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -8,8 +9,8 @@ from msgspec.structs import replace
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import analysis, words
 from steadygrad.studies.inspect.analysis import HEADROOM, LOSS_HEADROOM, by_phase
-from steadygrad.studies.inspect.plan import REPEATED, make_plan
 from steadygrad.studies.inspect.schema import Effect, Forward, Remedy, Settings, Verdict
+from steadygrad.studies.inspect.trials import REPEATED, plan_for
 from tests.unit.studies.inspect.runs import (
     FED,
     LARGEST,
@@ -26,7 +27,8 @@ from tests.unit.studies.inspect.runs import (
 
 def planned(budget, speed, workers=1, **settings):
     settings = Settings(budget=budget, **settings)
-    return make_plan(settings, 4, 300, speed=speed, workers=workers)
+    trainer = SimpleNamespace(task=SimpleNamespace(batch_size=4, valid=range(300)))
+    return plan_for(settings, trainer, speed=speed, workers=workers)
 
 
 def test_a_budget_is_kept():

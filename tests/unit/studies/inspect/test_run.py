@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steadygrad.studies.folder import dumps, read_run
-from steadygrad.studies.inspect import plan, scalers
+from steadygrad.studies.inspect import scalers, trials
 from steadygrad.studies.inspect.schema import Effect, Forward, Proposal
 from steadygrad.studies.order import main_order, seed_for
 from steadygrad.studies.page import render
@@ -89,7 +89,7 @@ def test_one_loss_scale_is_what_torch_s_scaler_does(tmp_path, monkeypatch):
 def test_a_layer_with_a_scale_of_its_own_backs_off_alone(tmp_path, monkeypatch):
     """The last training with scales that are far too large for one layer."""
     chosen = Proposal(loss_scale=2.0**8, layer_scales={"last": 2.0**12})
-    monkeypatch.setattr(plan, "propose", lambda parts: chosen)
+    monkeypatch.setattr(trials, "propose", lambda parts: chosen)
     look(tmp_path / "run", spec("healthy"))
     after = parts_of(tmp_path / "run", "after")
     assert {name for part in after for name in part.overflows} == {"last"}
