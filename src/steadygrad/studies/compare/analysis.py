@@ -3,32 +3,16 @@
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
 from scipy import special
 
-from steadygrad.studies.compare.schema import (
-    LEAST_RATIO,
-    MOST_RATIO,
-    Header,
-    Plan,
-    Ratio,
-    Tuned,
-    Verdict,
-)
+from steadygrad.studies import paired
+from steadygrad.studies.compare import schema
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Tuned, Verdict
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
-from steadygrad.studies.paired import (
-    ALPHA,
-    BEYOND,
-    Evidence,
-    compare,
-    half_width,
-    next_look,
-    pairs_needed,
-)
 from steadygrad.studies.schema import Training
 
 # Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
@@ -39,12 +23,12 @@ LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
 USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
 
 
-class Optimizers(Evidence):
+class Optimizers(paired.Evidence):
     """The trainings of a run, with searches and verdicts by number of the arm."""
 
-    plan: Plan
+    plan: schema.Plan
 
-    def __init__(self, header: Header, results: Results) -> None:
+    def __init__(self, header: schema.Header, results: Results) -> None:
         super().__init__(header, results)
         arms = range(len(self.plan.arms))
         self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
@@ -62,8 +46,7 @@ class Optimizers(Evidence):
     @cached_property
     def verdicts(self) -> dict[int, Verdict]:
         """By arm, as they were at the first look that was final, or else at the last one."""
-        found = {arm: self._verdict(arm) for arm in self.plan.compared}
-        return {arm: verdict for arm, verdict in found.items() if verdict}
+        return {arm: found for arm in self.plan.compared if (found := self._verdict(arm))}
 
     def wanted(self, arm: int) -> int:
         """Paired seeds that an arm is to be trained with: up to the next look, if it needs one.
@@ -83,7 +66,7 @@ class Optimizers(Evidence):
         is_final = verdict.verdict != "cannot tell" or verdict.rates_limit
         # Where all trainings diverge, more would, too.
         is_final = is_final or verdict.lost == verdict.baseline_lost == verdict.pairs
-        return 0 if is_final else next_look(verdict.pairs, self.plan.pairs)
+        return 0 if is_final else paired.next_look(verdict.pairs, self.plan.pairs)
 
     def _verdict(self, arm: int) -> Verdict | None:
         own, base = self.pairs(arm), self.pairs(self.plan.baseline(arm))
@@ -100,11 +83,12 @@ class Optimizers(Evidence):
         failed = bool(np.isnan(a + b).any())
         variance = float((1.0 * np.isnan(b) - np.isnan(a) if failed else b - a).var(ddof=1))
         choice = 0.0 if failed else self._choice(arm, variance)
-        course = compare(a, b, plan.alpha, choice)
+        course = paired.compare(a, b, plan.alpha, choice)
         mean, half = float(course.mean[-1]), float(course.half[-1])
-        is_told, by_pairs = abs(mean) > half, half_width(np.float64(len(a)), variance, plan.alpha)
-        least = half_width(np.geomspace(3, BEYOND, 99), variance, plan.alpha, choice=choice).min()
-        told: Literal["better", "worse"] = "better" if mean < 0 else "worse"
+        is_told, many = abs(mean) > half, np.geomspace(3, paired.BEYOND, 99)
+        by_pairs = paired.half_width(np.float64(len(a)), variance, plan.alpha)
+        least = paired.half_width(many, variance, plan.alpha, choice=choice).min()
+        needed = paired.pairs_needed(mean, variance, plan.alpha, choice=choice)
         return Verdict(
             arm=arm,
             optimizer=plan.arms[arm].optimizer,
@@ -115,10 +99,8 @@ class Optimizers(Evidence):
             low=mean - half,
             high=mean + half,
             pairs=len(own),
-            verdict=told if is_told else "cannot tell",
-            needed=None
-            if is_told or mean == 0
-            else pairs_needed(mean, variance, plan.alpha, choice=choice),
+            verdict="cannot tell" if not is_told else "better" if mean < 0 else "worse",
+            needed=None if is_told or mean == 0 else needed,
             rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
             lost=int(np.isnan(b).sum()),
             baseline_lost=int(np.isnan(a).sum()),
@@ -147,7 +129,7 @@ class Optimizers(Evidence):
             return row
         falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
         error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
-        error *= -float(special.stdtrit(row.pairs - 1, ALPHA / 2))
+        error *= -float(special.stdtrit(row.pairs - 1, paired.ALPHA / 2))
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
         cost, time = self.plan.costs.get(row.optimizer), None
         if ratio and cost and row.batch_size == self.task.batch_size:

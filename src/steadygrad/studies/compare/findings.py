@@ -1,28 +1,16 @@
 """The findings of a study: a pure function of the header and the results."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from steadygrad.studies.compare import words
+from steadygrad.studies.compare import schema, words
 from steadygrad.studies.compare.analysis import Optimizers
-from steadygrad.studies.compare.schema import (
-    BASELINE,
-    KNOWN,
-    OWN,
-    Edge,
-    Header,
-    Summary,
-    Tuned,
-    Verdict,
-)
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Edge, Header, Summary, Verdict
 from steadygrad.studies.folder import Results
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The summary: numbers, findings and words.
-
-    The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-    """
+    """The summary: numbers, findings and words."""
     plan, task, rise = header.plan, header.task, header.rise(results)
     evidence = Optimizers(header, Results() if rise else results)
     tuned = tuple(map(evidence.tuned, range(len(plan.arms))))
@@ -42,7 +30,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     return found.worded(words)
 
 
-def find(evidence: Optimizers, tuned: tuple[Tuned, ...]) -> Iterator[Edge | Verdict]:
+def find(evidence: Optimizers, tuned: Iterable[schema.Tuned]) -> Iterator[Edge | Verdict]:
     """The findings, the most important first."""
     rows = [evidence.with_ratios(row) for row in evidence.verdicts.values()]
     # A better rate could overturn the answer where it is of one that is behind.
@@ -59,12 +47,8 @@ def find(evidence: Optimizers, tuned: tuple[Tuned, ...]) -> Iterator[Edge | Verd
 
 def _titles(header: Header) -> dict[str, str]:
     """Names of the optimizers in sentences."""
-    titles = {}
-    for name in header.plan.optimizers:
-        traits = header.plan.traits.get(name)
-        titles[name] = KNOWN[name].title if name in KNOWN else name
-        if traits and traits.matrices:
-            titles[name] = f"{name} with AdamW"
+    titles = {n: KNOWN[n].title if n in KNOWN else n for n in header.plan.optimizers}
+    titles |= {n: f"{n} with AdamW" for n, own in header.plan.traits.items() if own.matrices}
     if OWN in titles:
         titles[OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
     return titles
