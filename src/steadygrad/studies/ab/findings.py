@@ -1,8 +1,8 @@
 """The findings of a study: verdicts on pairs of runs, doubts about them, and the summary."""
 
 import math
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Iterator, Mapping
+from itertools import count, product
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -125,23 +125,16 @@ class Changes(Evidence):
         ended = found.decided | (found.repeated.any(0) & (np.arange(len(a)) >= ITSELF - 1))
         return found._replace(decided=ended & (not self.is_itself))
 
-    def doubt(self, arm: int, pairs: int) -> tuple[Doubt | None, tuple[str, ...]]:
+    def doubts(self, arm: int, pairs: int) -> Iterator[tuple[Doubt, list[int]]]:
         """Why no verdict on a B would be one after so many pairs, and the arms in question."""
         both, is_one = (0, arm), self.judged(arm).repeated[:, pairs - 1] & (pairs > 2)
-        shared = [
-            sorted((one, other))
-            for one in both
-            for other in range(len(self.names))
-            if not self.plan.samples and self.plan.arms[one] != self.plan.arms[other]
-            if are_one_run(*self.metrics(one, other)[:, :pairs])
-        ]
-        doubts: dict[Doubt, list[int]] = {
-            "state": [one for one in both if self._has_state(one, pairs)],
-            "seed": [one for one, is_so in zip(both, is_one, strict=True) if is_so],
-            "shared": shared[0] if shared else [],
-        }
-        kind = next((kind for kind, found in doubts.items() if found), None)
-        return kind, tuple(self.names[one] for one in doubts[kind]) if kind else ()
+        yield "state", [one for one in both if self._has_state(one, pairs)]
+        yield "seed", [one for one, is_so in zip(both, is_one, strict=True) if is_so]
+        what = self.plan.arms
+        for one, other in product(both, range(len(what))):
+            are_others = not self.plan.samples and what[one] != what[other]
+            if are_others and are_one_run(*self.metrics(one, other)[:, :pairs]):
+                yield "shared", sorted((one, other))
 
     def _has_state(self, arm: int, pairs: int) -> bool:
         """Whether a function, called with the first pair's seed once more, gave another metric."""
@@ -162,9 +155,9 @@ class Changes(Evidence):
         mean, half, failed = (part[pairs - 1].item() for part in told.course)
         failures = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found = replace(found, mean=mean, low=mean - half, high=mean + half, failed=failures)
-        doubt, arms = self.doubt(arm, pairs)
-        if doubt:
-            return replace(found, doubt=doubt, arms=arms)
+        for doubt, arms in self.doubts(arm, pairs):
+            if arms:
+                return replace(found, doubt=doubt, arms=tuple(self.names[one] for one in arms))
         if self.is_itself or not failed:
             found = self._with_spread(found, a, b)
         if told.negligible[pairs - 1]:
