@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from steadygrad.studies import charts, paired_page
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.analysis import Optimizers
+from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
 from steadygrad.studies.folder import Run
 from steadygrad.studies.schema import Training

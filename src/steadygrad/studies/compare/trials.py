@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.arms import train
-from steadygrad.studies.compare.analysis import Optimizers
+from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
 from steadygrad.studies.compare.plan import make_plan
 from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Header, Plan, Settings, Traits
