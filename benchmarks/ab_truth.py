@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.side_by_side import hardware, save
 
 from steadygrad.studies import paired
-from steadygrad.studies.ab.doubts import judge
+from steadygrad.studies.ab.findings import judge
 from steadygrad.studies.paired import NOTHING, Prior, interval, next_look
 
 PAIRS, ALPHA, CHUNK = 100, 0.05, 1000

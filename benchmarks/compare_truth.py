@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side_by_side import hardware, save
 
-from steadygrad.studies.compare.analysis import Optimizers
+from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.schema import Arm, Plan, Verdict
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import MOST

@@ -1,20 +1,81 @@
-"""The findings of a study: a pure function of the header and the results."""
+"""The findings of a study: verdicts on pairs of runs, doubts about them, and the summary."""
 
 import math
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Iterator, Mapping
+from itertools import count, product
 from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 from scipy import special
 
 from steadygrad.studies.ab import words
-from steadygrad.studies.ab.doubts import Verdicts, are_one_run, judge
 from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Doubt, Header, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import Evidence, Floats, pairs_needed
+from steadygrad.studies.paired import Course, Evidence, Floats, compare, pairs_needed
 from steadygrad.studies.schema import Training
+
+
+class Verdicts(NamedTuple):
+    """Verdicts on a comparison after each pair: arrays of the shape ``(*, pairs)``.
+
+    One is ``decided`` where the interval excludes zero, or the difference is ``negligible``: the
+    interval lies within the smallest effect. None is where A or B is one run, ``repeated``, which
+    tells of each of the two.
+    """
+
+    course: Course
+    negligible: Any
+    decided: Any
+    repeated: Any
+
+
+def judge(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Verdicts:
+    """Compares the metrics of A and B, NaN of a failed run.
+
+    Equal differences say something of a metric that takes no value twice, but nothing of one whose
+    seed is not used, and little of an accuracy on some samples. Equal metrics tell once a change in
+    a tenth of the seeds would have shown with the probability 1 - ``alpha``, after 29 pairs.
+    """
+    course, n = compare(a, b, alpha), np.arange(1, 1 + a.shape[-1])
+    mean, half, failed = course
+    varies, rare = values_of(a) == n, 0.9**n <= alpha
+    repeated = ~failed & np.stack([is_one_run(a, b), is_one_run(b, a)])
+    telling = failed | (~repeated.any(0) & ((half > 0) | (varies & (rare | (mean != 0)))))
+    negligible = telling & ~failed & (np.abs(mean) + half <= smallest)
+    decided = negligible | (telling & (np.abs(mean) > half))
+    return Verdicts(course, negligible, decided, repeated)
+
+
+def values_of(metrics: Floats) -> Any:
+    """The number of different values after each run."""
+    known = np.tri(metrics.shape[-1], k=-1, dtype=bool)
+    again = (metrics[..., :, None] == metrics[..., None, :]) & known
+    return (~again.any(-1)).cumsum(-1)
+
+
+def typical_step(metrics: Floats) -> Any:
+    """Median difference of a run from the one before, after each; one far off moves it little."""
+    steps = np.abs(np.diff(metrics))
+    medians = [np.median(steps[..., :n], -1)[..., None] for n in range(1, metrics.shape[-1])]
+    return np.concatenate([0 * metrics[..., :1], *medians], -1)
+
+
+def is_one_run(metrics: Floats, others: Floats) -> Any:
+    """Whether metrics are those of one or two runs, repeated, but for the rounding of a GPU.
+
+    They hardly vary where ``others``, on the same seeds, do; after each run.
+    """
+    n, shifted = np.arange(1.0, 1 + metrics.shape[-1]), metrics - metrics[..., :1]
+    variance = (shifted**2).cumsum(-1) / n - (shifted.cumsum(-1) / n) ** 2
+    few = (values_of(metrics) <= 2) & (values_of(others) >= 4)
+    return few | (np.sqrt(np.maximum(variance, 0.0)) <= typical_step(others) / 100)
+
+
+def are_one_run(a: Floats, b: Floats) -> bool:
+    """Whether A and B have the same metrics, but for rounding, on three seeds or more."""
+    return len(a) > 2 and bool(np.abs(b - a).max() <= typical_step(a)[-1] / 1000)
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
@@ -64,23 +125,16 @@ class Changes(Evidence):
         ended = found.decided | (found.repeated.any(0) & (np.arange(len(a)) >= ITSELF - 1))
         return found._replace(decided=ended & (not self.is_itself))
 
-    def doubt(self, arm: int, pairs: int) -> tuple[Doubt | None, tuple[str, ...]]:
+    def doubts(self, arm: int, pairs: int) -> Iterator[tuple[Doubt, list[int]]]:
         """Why no verdict on a B would be one after so many pairs, and the arms in question."""
         both, is_one = (0, arm), self.judged(arm).repeated[:, pairs - 1] & (pairs > 2)
-        shared = [
-            sorted((one, other))
-            for one in both
-            for other in range(len(self.names))
-            if not self.plan.samples and self.plan.arms[one] != self.plan.arms[other]
-            if are_one_run(*self.metrics(one, other)[:, :pairs])
-        ]
-        doubts: dict[Doubt, list[int]] = {
-            "state": [one for one in both if self._has_state(one, pairs)],
-            "seed": [one for one, is_so in zip(both, is_one, strict=True) if is_so],
-            "shared": shared[0] if shared else [],
-        }
-        kind = next((kind for kind, found in doubts.items() if found), None)
-        return kind, tuple(self.names[one] for one in doubts[kind]) if kind else ()
+        yield "state", [one for one in both if self._has_state(one, pairs)]
+        yield "seed", [one for one, is_so in zip(both, is_one, strict=True) if is_so]
+        what = self.plan.arms
+        for one, other in product(both, range(len(what))):
+            are_others = not self.plan.samples and what[one] != what[other]
+            if are_others and are_one_run(*self.metrics(one, other)[:, :pairs]):
+                yield "shared", sorted((one, other))
 
     def _has_state(self, arm: int, pairs: int) -> bool:
         """Whether a function, called with the first pair's seed once more, gave another metric."""
@@ -101,9 +155,9 @@ class Changes(Evidence):
         mean, half, failed = (part[pairs - 1].item() for part in told.course)
         failures = int(np.isnan(a).sum()), int(np.isnan(b).sum())
         found = replace(found, mean=mean, low=mean - half, high=mean + half, failed=failures)
-        doubt, arms = self.doubt(arm, pairs)
-        if doubt:
-            return replace(found, doubt=doubt, arms=arms)
+        for doubt, arms in self.doubts(arm, pairs):
+            if arms:
+                return replace(found, doubt=doubt, arms=tuple(self.names[one] for one in arms))
         if self.is_itself or not failed:
             found = self._with_spread(found, a, b)
         if told.negligible[pairs - 1]:

@@ -66,11 +66,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 Header = shared.HeaderOf[Settings, Plan]
-
-
 RESULTS = Training
-
-
 Doubt = Literal["seed", "shared", "state"]
 
 

@@ -9,8 +9,8 @@ from steadygrad.studies.text import listed, show, unfinished
 
 DOUBTS = {
     "seed": "Cannot tell: it seems that the seed does not reach {0}, whose metric hardly varies in "
-    "{1}, or it is at its bound.",
-    "shared": "Cannot tell: {0} gave the same metrics, but for rounding, in all {1}: nothing "
+    "{1} runs, or it is at its bound.",
+    "shared": "Cannot tell: {0} gave the same metrics, but for rounding, in all {1} pairs: nothing "
     "differs, or one takes over what the other left, such as a cache or a checkpoint.",
     "state": "Cannot tell: called again with the same seed, {0} gave another metric: a run changes "
     "the next one, or chance that the seed does not set. Commands run in processes of their own.",
@@ -27,8 +27,7 @@ def sentence(found: Comparison, s: Summary) -> str:
     name, mean = found.name, found.mean
     after = f"after {found.pairs} pair{'s' * (found.pairs != 1)}"
     if found.doubt:
-        runs = f"{found.pairs} {'runs' if found.doubt == 'seed' else 'pairs'}"
-        return DOUBTS[found.doubt].format(listed(found.arms), runs)
+        return DOUBTS[found.doubt].format(listed(found.arms), found.pairs)
     if len({arm.what for arm in s.arms}) == 1:
         noise = "an unknown amount" if found.noise is None else f"at most {show(found.noise)}"
         return f"Two runs of A differ by {noise} in 95% of pairs, {after}."
@@ -44,8 +43,7 @@ def sentence(found: Comparison, s: Summary) -> str:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
     more = ", and even 10,000 would not be enough" if 0 < found.high - found.low < math.inf else ""
-    if found.needed and found.hours is not None:
-        hours = found.hours
+    if found.needed and (hours := found.hours) is not None:
         long = f"{show(hours, 2)} h" if hours > 1 else f"{math.ceil(60 * hours)} min"
         more = f"; about {found.needed:,} more, in {long}, should be enough"
     return f"{verdict}: {name} minus A is {minus(found)} {after}{more}."

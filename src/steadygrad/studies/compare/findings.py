@@ -1,28 +1,212 @@
-"""The findings of a study: a pure function of the header and the results."""
+"""From results to findings: searches for rates, verdicts, samples saved, and the summary."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
-from steadygrad.studies.compare import words
-from steadygrad.studies.compare.analysis import Optimizers
-from steadygrad.studies.compare.schema import (
-    BASELINE,
-    KNOWN,
-    OWN,
-    Edge,
-    Header,
-    Summary,
-    Tuned,
-    Verdict,
-)
+import numpy as np
+from msgspec.structs import replace
+from scipy import special
+
+from steadygrad.studies import paired
+from steadygrad.studies.compare import schema, words
+from steadygrad.studies.compare.schema import Edge, Header, Plan, Ratio, Summary, Tuned, Verdict
 from steadygrad.studies.folder import Results
+from steadygrad.studies.ladder import SEEDS, Ladder
+from steadygrad.studies.schema import Training
+
+# Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a
+# quarter of an octave; and the largest that noise can cause, as of a uniform draw from the two
+# octaves on either side of the best rate.
+LEAST_MISS, MOST_MISS = 1 / 16, 4 / 3
+# Exponents of a loss curve: the usual one of power laws, and two that it lies between.
+USUAL, FLAT, STEEP = 1 / 3, 0.0, 1.0
+
+
+class Optimizers(paired.Evidence):
+    """The trainings of a run, with searches and verdicts by number of the arm."""
+
+    plan: Plan
+
+    def __init__(self, header: Header, results: Results) -> None:
+        super().__init__(header, results)
+        arms = range(len(self.plan.arms))
+        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
+
+    def step(self, arm: int) -> float | None:
+        """Octaves of the tuned rate above the arm's own; None where the search is not done."""
+        return 0.0 if self.plan.has_own_rate(arm) else self.ladders[arm].minimum
+
+    def pairs(self, arm: int, samples: int = 0) -> Mapping[int, Training]:
+        """An arm's trainings at its tuned rate, by seed. Default: those of the whole length."""
+        step = self.step(arm)
+        found = {} if step is None else self.trainings(arm, samples or self.plan.samples, step)
+        return {seed: run for seed, run in found.items() if seed < self.plan.pairs}
+
+    @cached_property
+    def verdicts(self) -> dict[int, Verdict]:
+        """By arm, as they were at the first look that was final, or else at the last one."""
+        return {arm: found for arm in self.plan.compared if (found := self._verdict(arm))}
+
+    def wanted(self, arm: int) -> int:
+        """Paired seeds that an arm is to be trained with: up to the next look, if it needs one.
+
+        A baseline needs those of all that are compared with it.
+        """
+        if arm not in self.plan.compared:
+            others = [one for one in self.plan.compared if self.plan.baseline(one) == arm]
+            return max(map(self.wanted, others))
+        verdict = self.verdicts.get(arm)
+        return self._following(verdict) or (verdict.pairs if verdict else 0)
+
+    def _following(self, verdict: Verdict | None) -> int:
+        """Pairs of the look after a verdict's; 0 where it is the last."""
+        if verdict is None:
+            return self.plan.first
+        is_final = verdict.verdict != "cannot tell" or verdict.rates_limit
+        # Where all trainings diverge, more would, too.
+        is_final = is_final or verdict.lost == verdict.baseline_lost == verdict.pairs
+        return 0 if is_final else paired.next_look(verdict.pairs, self.plan.pairs)
+
+    def _verdict(self, arm: int) -> Verdict | None:
+        own, base = self.pairs(arm), self.pairs(self.plan.baseline(arm))
+        found, seeds = None, range(self.plan.first)
+        while seeds and {*seeds} <= own.keys() & base.keys():
+            found = self._look(arm, [own[seed] for seed in seeds], [base[seed] for seed in seeds])
+            seeds = range(self._following(found))
+        return found
+
+    def _look(self, arm: int, own: list[Training], base: list[Training]) -> Verdict:
+        """The verdict by an arm's first trainings, and the baseline's with the same seeds."""
+        plan, (a, b) = self.plan, (np.array([run.loss for run in runs]) for runs in (base, own))
+        a, b = (np.where(np.isfinite(losses), losses, np.nan) for losses in (a, b))
+        failed = bool(np.isnan(a + b).any())
+        variance = float((1.0 * np.isnan(b) - np.isnan(a) if failed else b - a).var(ddof=1))
+        choice = 0.0 if failed else self._choice(arm, variance)
+        course = paired.compare(a, b, plan.alpha, choice)
+        mean, half = float(course.mean[-1]), float(course.half[-1])
+        is_told, many = abs(mean) > half, np.geomspace(3, paired.BEYOND, 99)
+        by_pairs = paired.half_width(np.float64(len(a)), variance, plan.alpha)
+        least = paired.half_width(many, variance, plan.alpha, choice=choice).min()
+        needed = paired.pairs_needed(mean, variance, plan.alpha, choice=choice)
+        return Verdict(
+            arm=arm,
+            optimizer=plan.arms[arm].optimizer,
+            batch_size=plan.arms[arm].batch_size,
+            lr=own[0].lr,
+            baseline_lr=base[0].lr,
+            mean=mean,
+            low=mean - half,
+            high=mean + half,
+            pairs=len(own),
+            verdict="cannot tell" if not is_told else "better" if mean < 0 else "worse",
+            needed=None if is_told or mean == 0 else needed,
+            rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
+            lost=int(np.isnan(b).sum()),
+            baseline_lost=int(np.isnan(a).sum()),
+            losses={run.seed: run.loss for run in own},
+            baseline_losses={run.seed: run.loss for run in base},
+        )
+
+    def _choice(self, arm: int, variance: float) -> float:
+        """Variance of a mean difference that comes from the choice of both learning rates.
+
+        ``variance``: of one difference. Seeds are paired, so that half of it is one run's noise.
+        """
+        both = [one for one in (arm, self.plan.baseline(arm)) if not self.plan.has_own_rate(one)]
+        noise = variance / 2 / len(SEEDS)
+        return sum(choice_variance(self.ladders[one].bend, noise) for one in both)
+
+    def with_ratios(self, row: Verdict) -> Verdict:
+        """A verdict with the samples and the time that the baseline needs for the same loss.
+
+        The baseline's loss falls from half the length to the whole one; Student's interval of that
+        counts, with 95 %. Steps were timed at the task's own batch size.
+        """
+        whole = row.baseline_losses
+        short = self.pairs(self.plan.baseline(row.arm), self.plan.half)
+        if row.failed or not {*range(row.pairs)} <= short.keys():
+            return row
+        falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
+        error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
+        error *= -float(special.stdtrit(row.pairs - 1, paired.ALPHA / 2))
+        ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
+        cost, time = self.plan.costs.get(row.optimizer), None
+        if ratio and cost and row.batch_size == self.task.batch_size:
+            time = Ratio(*(cost.time_ratio / x for x in (ratio.value, ratio.high, ratio.low)))
+        return replace(row, sample_ratio=ratio, time_ratio=time)
+
+    def tuned(self, arm: int) -> Tuned:
+        """The search for an arm's rate."""
+        ladder, step, own = self.ladders[arm], self.step(arm), self.plan.arms[arm]
+        runs = (run for run in self.results.select(Training) if run.arm == arm)
+        first = next((run.lr * 2.0**-run.step for run in runs), None)
+        has_ladder = step is not None and not self.plan.has_own_rate(arm)
+        ends = min(ladder.losses), max(ladder.losses)
+        return Tuned(
+            optimizer=own.optimizer,
+            batch_size=own.batch_size,
+            lr=None if step is None or first is None else first * 2.0**step,
+            step=step,
+            interior=ladder.best not in ends if has_ladder else None,
+            tried={octave: loss for octave, loss in ladder.losses.items() if loss is not None},
+        )
+
+
+def choice_variance(bend: float, noise: float) -> float:
+    r"""Variance of an arm's loss that comes from the choice of its learning rate.
+
+    Around the best rate the loss is a parabola, :math:`b e^2 / 2` at an error of :math:`e` octaves;
+    the ``bend`` :math:`b` is the second difference of the losses there. The minimum of a parabola
+    through three losses, each with the variance ``noise``, :math:`\sigma^2`, has a mean squared
+    error of :math:`\sigma^2 / 2 b^2`; the ladder's steps limit it. A quarter of an octave, squared,
+    is added because the loss is not exactly a parabola. The square of a normal error has a standard
+    deviation of :math:`\sqrt 2` times its mean.
+    """
+    if not 0 < bend < math.inf:
+        return 0.0
+    miss = min(noise / (2 * bend * bend), MOST_MISS) + LEAST_MISS
+    return 2 * (bend / 2 * miss) ** 2
+
+
+def sample_ratio(mean: float, ends: tuple[float, float], fall: float, error: float) -> Ratio | None:
+    r"""Samples that the baseline needs for the same loss, over those of the training.
+
+    The baseline's loss falls by :math:`s` with twice the samples, ``fall`` give or take ``error``.
+    On a power law with exponent :math:`\alpha` it changes by :math:`d = -\rho s`, which is ``mean``
+    with an interval that has these ``ends``, with :math:`r` times the samples:
+
+    .. math:: r = (1 - \rho (2^\alpha - 1))^{-1 / \alpha} \to 2^\rho \quad (\alpha \to 0)
+
+    The value takes the exponent to be a third; the interval has all ratios with an exponent from 0
+    to 1, and with :math:`d` and :math:`s` in theirs. So it leaves out one exactly where that of
+    :math:`d` leaves out zero. All lie between a quarter and four: beyond them the baseline's loss
+    curve is no guide. None where the baseline's loss did not clearly fall.
+    """
+    if not error < fall < math.inf or math.inf in ends:
+        return None
+    found = [
+        _ratio(-apart / octave, exponent)
+        for apart in ends
+        for octave in (fall - error, fall + error)
+        for exponent in (FLAT, STEEP)
+    ]
+    return Ratio(_ratio(-mean / fall, USUAL), min(found), max(found))
+
+
+def _ratio(octaves: float, exponent: float) -> float:
+    """Ratio of samples that changes the loss by a number of octaves, between its bounds."""
+    if exponent == 0:
+        logarithm = octaves
+    else:
+        left = 1 - octaves * (2**exponent - 1)
+        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+    least, most = math.log2(schema.LEAST_RATIO), math.log2(schema.MOST_RATIO)
+    return float(2.0 ** min(max(logarithm, least), most))
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
-    """The summary: numbers, findings and words.
-
-    The status is ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-    """
+    """The summary: numbers, findings and words."""
     plan, task, rise = header.plan, header.task, header.rise(results)
     evidence = Optimizers(header, Results() if rise else results)
     tuned = tuple(map(evidence.tuned, range(len(plan.arms))))
@@ -42,11 +226,11 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     return found.worded(words)
 
 
-def find(evidence: Optimizers, tuned: tuple[Tuned, ...]) -> Iterator[Edge | Verdict]:
+def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdict]:
     """The findings, the most important first."""
     rows = [evidence.with_ratios(row) for row in evidence.verdicts.values()]
     # A better rate could overturn the answer where it is of one that is behind.
-    ahead = {(BASELINE, row.batch_size) for row in rows if row.verdict == "better"}
+    ahead = {(schema.BASELINE, row.batch_size) for row in rows if row.verdict == "better"}
     behind = ahead or {(row.optimizer, row.batch_size) for row in rows}
     for own in tuned:
         if own.interior is False and math.isfinite(min(own.tried.values())):
@@ -59,12 +243,9 @@ def find(evidence: Optimizers, tuned: tuple[Tuned, ...]) -> Iterator[Edge | Verd
 
 def _titles(header: Header) -> dict[str, str]:
     """Names of the optimizers in sentences."""
-    titles = {}
-    for name in header.plan.optimizers:
-        traits = header.plan.traits.get(name)
-        titles[name] = KNOWN[name].title if name in KNOWN else name
-        if traits and traits.matrices:
-            titles[name] = f"{name} with AdamW"
-    if OWN in titles:
-        titles[OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
+    known, traits = schema.KNOWN, header.plan.traits
+    titles = {n: known[n].title if n in known else n for n in header.plan.optimizers}
+    titles |= {n: f"{n} with AdamW" for n in titles if n in traits and traits[n].matrices}
+    if schema.OWN in titles:
+        titles[schema.OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
     return titles

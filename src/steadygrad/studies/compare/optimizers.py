@@ -1,10 +1,14 @@
-"""The optimizers that ``compare`` trains with: those built in, the task's, and a user's own."""
+"""The optimizers that ``compare`` trains with: built in, the task's, libraries', a user's own."""
 
+import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,14 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.libraries import find
 from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
+from steadygrad.tasks.guard import reason
+
+# Modules with the optimizers of a package, where they are not the package itself.
+HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
+
+Maker = Callable[..., Optimizer]
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Entry:
     """
 
     lr: float
-    make: Callable[..., Optimizer]
+    make: Maker
     traits: Traits = field(default_factory=Traits)
 
     def rate(self, multiple: float) -> float:
@@ -57,7 +66,7 @@ class Entry:
         return optimizer
 
 
-def _plain(kind: Callable[..., Optimizer], model: nn.Module, lr: float) -> Optimizer:
+def _plain(kind: Maker, model: nn.Module, lr: float) -> Optimizer:
     return kind([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
@@ -85,12 +94,7 @@ def _muon(model: nn.Module, lr: float) -> Joined:
 
 
 def _library(
-    kind: Callable[..., Optimizer],
-    default: float,
-    model: nn.Module,
-    lr: float,
-    *,
-    matrices: bool = False,
+    kind: Maker, default: float, model: nn.Module, lr: float, *, matrices: bool = False
 ) -> Optimizer:
     """One of a library; AdamW beside it has its own default rate, and follows the other's."""
     if not matrices:
@@ -99,13 +103,10 @@ def _library(
     return _split(model, partial(kind, lr=lr), adamw)
 
 
-def _split(
-    model: nn.Module, kind: Callable[..., Optimizer], rest: Callable[..., Optimizer]
-) -> Joined:
+def _split(model: nn.Module, kind: Maker, rest: Maker) -> Joined:
     """One optimizer for matrices; another for all else, embeddings and the last layer included."""
-    modules = list(model.modules())
-    linear = [m.weight for m in modules if isinstance(m, nn.Linear)]
-    tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables |= set(map(id, linear[-1:]))
     params = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in params if p.ndim == 2 and id(p) not in tables]
@@ -119,7 +120,7 @@ def _split(
     return Joined(kind(matrices), *([rest(others)] if others else []))
 
 
-_MAKERS: Mapping[str, Callable[..., Optimizer]] = {
+_MAKERS: Mapping[str, Maker] = {
     BASELINE: partial(_plain, torch.optim.AdamW),
     "scaledadam": partial(_plain, ScaledAdam),
     "lans": partial(_plain, LANS),
@@ -150,7 +151,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
         if name in known:
             found[name] = known[name]
         else:
-            kind, lr = find(name, task.lr)
+            kind, lr = _found(name, task.lr)
             found[name] = Entry(lr, partial(_library, kind, lr))
     for spec in filter(None, map(str.strip, settings.add.split(","))):
         name = spec.rpartition(":")[2]
@@ -167,7 +168,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
     return found
 
 
-def _added(spec: str) -> Callable[..., Optimizer]:
+def _added(spec: str) -> Maker:
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(os.path.expanduser(path)) or not name.isidentifier():
         raise InputError(
@@ -175,3 +176,50 @@ def _added(spec: str) -> Callable[..., Optimizer]:
             f"Found {spec!r}. Remedy: check the path, relative to {Path.cwd()}."
         )
     return load_function(spec)
+
+
+def _found(spec: str, other: float) -> tuple[Maker, float]:
+    """The maker ``(parameters, lr=...) -> optimizer`` of a name, and its default learning rate.
+
+    It is a class, or in timm what its factory makes of a name. Where it has no rate of its own,
+    the rate is the ``other``.
+    """
+    package, _, name = spec.partition(":")
+    try:
+        module = import_module(HOMES.get(package, package))
+        kind: Any = getattr(module, name, None)
+        if package == "timm":
+            kind = partial(module.create_optimizer_v2, opt=name)
+        elif not isinstance(kind, type) or not issubclass(kind, Optimizer):
+            raise TypeError("no such class of optimizers")
+        lr = kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0].get("lr")
+    # Whatever the library raises, at import or of its own checks.
+    except Exception as error:
+        raise InputError(
+            "--optimizers should name an optimizer of parameters as module:Class, such as "
+            f"schedulefree:AdamWScheduleFree. Found {spec!r}: {reason(error)}. Remedy: check the "
+            "name, and that the library is installed; --add takes a function of your own."
+        ) from error
+    return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
+
+
+def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
+    """The traits that an optimizer's object shows: a schedule and a rate of its own."""
+    release = ""
+    if ":" in name:
+        packages = packages_distributions().get(re.split("[:.]", name)[0])
+        if packages is None:
+            # A resumed run would not find it, nor see that it has changed.
+            raise InputError(
+                f"--optimizers should name classes of installed packages. Found {name!r}, in a "
+                "file of your own. Remedy: --add path/file.py:make_optimizer."
+            )
+        release = version(packages[0])
+    has = [callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")]
+    return Traits(
+        version=release,
+        own_schedule=all(has),
+        # D-Adaptation and its kin begin with an estimate d0 of the distance to the solution.
+        own_rate="d0" in inspect.signature(type(optimizer)).parameters,
+        matrices=matrices,
+    )

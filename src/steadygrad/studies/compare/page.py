@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from steadygrad.studies import charts, paired_page
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.analysis import Optimizers
+from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
 from steadygrad.studies.folder import Run
 from steadygrad.studies.schema import Training
@@ -23,13 +23,11 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     plan, evidence = run.header.plan, Optimizers(run.header, run.results)
     titles = found.optimizers if found else {name: name for name in plan.optimizers}
     several = len({arm.batch_size for arm in plan.arms}) > 1
-    labels = [
-        f"{titles[arm.optimizer]}{f', {show(arm.batch_size)}' if several else ''}"
-        for arm in plan.arms
-    ]
+    labels = [f"{titles[a.optimizer]}{f', {show(a.batch_size)}' * several}" for a in plan.arms]
     tuned = [evidence.tuned(arm) for arm in range(len(plan.arms))]
     rows, runs = found.verdicts if found else [], run.results.select(Training)
-    bases = {plan.baseline(row.arm) for row in rows}
+    # The baselines' too.
+    arms = sorted({arm for row in rows for arm in (row.arm, plan.baseline(row.arm))})
     panels = [_rates(evidence, arm, label) for arm, label in enumerate(labels)]
     return {
         "found": found,
@@ -39,11 +37,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "tuned": [*zip(labels, tuned, strict=True)],
         "steps": sorted({step for one in tuned for step in one.tried}),
         "differences": _differences(rows, labels) if rows else None,
-        # By arm and seed, those of the baselines too.
-        "losses": {
-            arm: {seed: run.loss for seed, run in evidence.pairs(arm).items()}
-            for arm in sorted({*bases, *(row.arm for row in rows)})
-        },
+        "losses": {arm: {n: run.loss for n, run in evidence.pairs(arm).items()} for arm in arms},
         "trained": len(runs),
         "diverged": sum(math.isinf(one.loss) for one in runs),
         "seeds": range(max((row.pairs for row in rows), default=0)),
@@ -68,10 +62,9 @@ def _rates(evidence: Optimizers, arm: int, label: str) -> Markup | None:
     """Losses of one arm over the learning rate: means of the search, and the seeds of the pairs."""
     length, pairs = evidence.plan.samples, [*evidence.pairs(arm).values()]
     tried = {}
-    for octave, loss in evidence.ladders[arm].losses.items():
-        if loss is not None:
-            run, *_ = evidence.trainings(arm, length, octave).values()
-            tried[run.lr] = loss
+    for octave, loss in evidence.tuned(arm).tried.items():
+        run, *_ = evidence.trainings(arm, length, octave).values()
+        tried[run.lr] = loss
     known = [*tried.items(), *((run.lr, run.loss) for run in pairs)]
     if not known:
         return None

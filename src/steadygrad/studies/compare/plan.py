@@ -1,13 +1,12 @@
-"""From a time budget to a length of trainings, by arithmetic alone, and the next trials."""
+"""From a time budget to a length of trainings, by arithmetic alone."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare.analysis import Optimizers
 from steadygrad.studies.compare.schema import Arm, Plan, Settings
 from steadygrad.studies.ladder import SEEDS, USUAL
-from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
+from steadygrad.studies.trials import SHARE, evaluation_cost, start_up
 
 # Least steps of a training with the largest batch.
 LEAST_STEPS = 40
@@ -88,28 +87,3 @@ def _multiples(text: str, most: int) -> tuple[int, ...]:
             f"1, such as 1,4,16, and at most {most} here. Found {text!r}. Remedy: --batches 1."
         )
     return found
-
-
-def next_trials(evidence: Optimizers, valid_size: int) -> Iterator[Trial]:
-    """The trials that are needed and can run now: searches, then pairs, seed by seed."""
-    plan, evaluation = evidence.plan, evaluation_cost(valid_size)
-
-    def training(arm: int, samples: int, step: float, seed: int, what: str) -> Trial:
-        name = plan.arms[arm].optimizer
-        called = f"{name}: {what} over {samples:,}"
-        key = ("training", arm, samples, float(step), seed)
-        return Trial(key, samples + evaluation, called)
-
-    for arm in range(len(plan.arms)):
-        if not plan.has_own_rate(arm):
-            for octave, seed in evidence.ladders[arm].missing:
-                yield training(arm, plan.samples, octave, seed, "learning rate")
-    ready = {arm: step for arm in range(len(plan.arms)) if (step := evidence.step(arm)) is not None}
-    # The arms with the fewest pairs first, so that pairs are whole, and baselines before the rest.
-    wanted = {arm: evidence.wanted(arm) for arm in ready}
-    for seed in range(max(wanted.values(), default=0)):
-        for arm, step in ready.items():
-            if seed < wanted[arm]:
-                yield training(arm, plan.samples, step, seed, f"seed {seed}")
-                if plan.baseline(arm) == arm:
-                    yield training(arm, plan.half, step, seed, f"seed {seed}")

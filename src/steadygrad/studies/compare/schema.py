@@ -7,18 +7,9 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from steadygrad.studies import schema as shared
 from steadygrad.studies.paired import ALPHA, MOST, pairs_needed
-from steadygrad.studies.schema import (
-    CommonSettings,
-    Dtype,
-    HeaderOf,
-    NonNegative,
-    Positive,
-    PositiveFloat,
-    Training,
-)
-from steadygrad.studies.schema import Finding as CommonFinding
-from steadygrad.studies.schema import Summary as CommonSummary
+from steadygrad.studies.schema import NonNegative, Positive, PositiveFloat, Training
 
 BASELINE = "adamw"
 # Name of the task's own optimizer.
@@ -45,8 +36,6 @@ KNOWN: Mapping[str, Known] = {
 
 # For `--help`.
 EXAMPLE = "steadygrad compare --optimizers lans,task --add file.py:make_optimizer"
-
-
 OPTIMIZERS = (
     "Optimizers to compare with AdamW: scaledadam, lans, lamb, sgd, muon, task for the task's own, "
     "and those of libraries, such as timm:adan or schedulefree:AdamWScheduleFree."
@@ -61,7 +50,7 @@ SEEDS = "Most paired seeds of each optimizer; fewer, once it can be told."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(CommonSettings):
+class Settings(shared.CommonSettings):
     """Settings of ``steadygrad compare``."""
 
     optimizers: Annotated[str, Meta(min_length=1, description=OPTIMIZERS)] = "scaledadam,lans"
@@ -69,7 +58,7 @@ class Settings(CommonSettings):
     batches: Annotated[str, Meta(min_length=1, description=BATCHES)] = "1"
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=1, le=MOST, description=SEEDS)] = MOST
-    dtype: Dtype = "float32"
+    dtype: shared.Dtype = "float32"
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,13 +151,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_own_rate(self, number: int) -> bool:
         """Whether an arm's optimizer estimates its learning rate."""
-        own = self.traits.get(self.arms[number].optimizer)
-        return own is not None and own.own_rate
+        return self.traits.get(self.arms[number].optimizer, Traits()).own_rate
 
 
-Header = HeaderOf[Settings, Plan]
-
-
+Header = shared.HeaderOf[Settings, Plan]
 RESULTS = Training
 
 
@@ -180,7 +166,7 @@ class Ratio(msgspec.Struct, frozen=True):
     high: float
 
 
-class Verdict(CommonFinding, frozen=True, kw_only=True, tag="verdict"):
+class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
     """An arm against the baseline of its batch size, as it was when it could first be told.
 
     Attributes:
@@ -246,7 +232,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     tried: dict[int, float]
 
 
-class Edge(CommonFinding, frozen=True, tag="edge"):
+class Edge(shared.Finding, frozen=True, tag="edge"):
     """A best learning rate that is the last one tried; whether the answer hangs on it."""
 
     optimizer: str
@@ -254,7 +240,7 @@ class Edge(CommonFinding, frozen=True, tag="edge"):
     hangs: bool
 
 
-class Summary(CommonSummary, frozen=True, kw_only=True):
+class Summary(shared.Summary, frozen=True, kw_only=True):
     """Content of ``summary.json``.
 
     Attributes:

@@ -15,17 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.arms import train
-from steadygrad.studies.compare import schema
-from steadygrad.studies.compare.analysis import Optimizers
-from steadygrad.studies.compare.libraries import traits_of
-from steadygrad.studies.compare.optimizers import Entry, entries_of
-from steadygrad.studies.compare.plan import make_plan, next_trials
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Plan, Traits
+from steadygrad.studies.compare.findings import Optimizers
+from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
+from steadygrad.studies.compare.plan import make_plan
+from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Header, Plan, Settings, Traits
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Trial
+from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker
@@ -39,7 +37,7 @@ NO_RATE = 1e-12
 Entries = Mapping[str, Entry]
 
 
-def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
+def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """As long trainings as the budget allows, once all optimizers have taken steps."""
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
@@ -63,9 +61,29 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return msgspec.structs.replace(plan, costs=costs, traits=traits)
 
 
-def trials_of(header: schema.Header, results: Results) -> list[Trial]:
-    """The searches, and the pairs of the next looks."""
-    return [*next_trials(Optimizers(header, results), header.task.valid_size)]
+def trials_of(header: Header, results: Results) -> list[Trial]:
+    """The trials that are needed and can run now: searches, then pairs, seed by seed."""
+    plan, evidence, found = header.plan, Optimizers(header, results), list[Trial]()
+
+    def add(arm: int, samples: int, step: float, seed: int, what: str) -> None:
+        key = ("training", arm, samples, float(step), seed)
+        cost = samples + evaluation_cost(header.task.valid_size)
+        found.append(Trial(key, cost, f"{plan.arms[arm].optimizer}: {what} over {samples:,}"))
+
+    for arm, ladder in enumerate(evidence.ladders):
+        if not plan.has_own_rate(arm):
+            for octave, seed in ladder.missing:
+                add(arm, plan.samples, octave, seed, "learning rate")
+    ready = {arm: step for arm in range(len(plan.arms)) if (step := evidence.step(arm)) is not None}
+    # The arms with the fewest pairs first, so that pairs are whole, and baselines before the rest.
+    wanted = {arm: evidence.wanted(arm) for arm in ready}
+    for seed in range(max(wanted.values(), default=0)):
+        for arm, step in ready.items():
+            if seed < wanted[arm]:
+                add(arm, plan.samples, step, seed, f"seed {seed}")
+                if plan.baseline(arm) == arm:
+                    add(arm, plan.half, step, seed, f"seed {seed}")
+    return found
 
 
 def training(
@@ -120,8 +138,7 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
                 raise
             errors.append(error)
         else:
-            traits = traits_of(name, optimizer, matrices=matrices)
-            return replace(own, traits=traits)
+            return replace(own, traits=traits_of(name, optimizer, matrices=matrices))
         finally:
             trainer.task = task
             trainer.restart()

@@ -1,11 +1,10 @@
 """The findings in words: one template for each kind, the answer, the remarks, and the table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean
 
-from steadygrad.studies.compare import schema
-from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Ratio, Summary, Verdict
+from steadygrad.studies.compare.schema import LEAST_RATIO, MOST_RATIO, Edge, Ratio, Summary, Verdict
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import listed, loss, plural, show, unfinished
 
@@ -26,7 +25,7 @@ def answer(s: Summary) -> str:
         return "No optimizer can be judged yet: a verdict needs at least four seeds of each."
     better = [row for row in s.verdicts if row.verdict == "better"]
     text = _better(better, s) if better else _stay(s.verdicts, s)
-    edges = [found for found in s.findings if isinstance(found, schema.Edge) and found.hangs]
+    edges = [found for found in s.findings if isinstance(found, Edge) and found.hangs]
     before = [] if s.status == "complete" else ["Preliminary: "]
     if edges:
         names = listed(dict.fromkeys(s.optimizers[edge.optimizer] for edge in edges))
@@ -43,7 +42,7 @@ def _better(rows: Sequence[Verdict], s: Summary) -> str:
     text = f"better than {adamw} after {s.samples:,} {plural(s.sample)}"
     if len(rows) > 1:
         return f"{names} are {text}; they were not tested against each other."
-    means = f"{_mean(row.losses):.4g} against {_mean(row.baseline_losses):.4g}"
+    means = f"{fmean(row.losses.values()):.4g} against {fmean(row.baseline_losses.values()):.4g}"
     losses = "" if row.failed else f": validation loss {means} on {row.pairs} fresh seeds"
     return f"{names} is {text}{losses}."
 
@@ -69,35 +68,29 @@ def remarks(s: Summary) -> tuple[str, ...]:
     return tuple([*unfinished(s.status), *filter(None, texts)][:3])
 
 
-def said(found: schema.Edge | Verdict, s: Summary) -> str:
+def said(found: Edge | Verdict, s: Summary) -> str:
     """A finding in words; empty where the answer or the table says it."""
-    if isinstance(found, Verdict):
-        return _verdict(found, s)
-    if found.hangs:
-        return ""
-    beyond = "is the last one tried: a better one may lie beyond"
-    return f"The best learning rate of {_named(found, s)} {beyond}."
-
-
-def _verdict(row: Verdict, s: Summary) -> str:
-    """Diverged seeds, the time of a better optimizer, or the seeds that would decide."""
-    if row.failed:
-        lost = f"{row.lost} of {row.pairs} seeds, AdamW on {row.baseline_lost}"
-        return f"{_named(row, s)} diverged on {lost}."
-    if row.verdict == "better" and row.time_ratio:
-        low, high, step = row.time_ratio.low, row.time_ratio.high, s.costs[row.optimizer].time_ratio
+    name = _named(found, s)
+    if isinstance(found, Edge):
+        beyond = "is the last one tried: a better one may lie beyond"
+        return "" if found.hangs else f"The best learning rate of {name} {beyond}."
+    if found.failed:
+        lost = f"{found.lost} of {found.pairs} seeds, AdamW on {found.baseline_lost}"
+        return f"{name} diverged on {lost}."
+    if found.verdict == "better" and found.time_ratio:
+        low, high = found.time_ratio.low, found.time_ratio.high
         time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
-        longer = f"a step takes {step:.2f} times as long as AdamW's"
-        same = f"the same loss {ratios(row)[1]} times"
-        return f"{_named(row, s)} saves {plural(s.sample)} {time}: {longer}, and {same}."
-    if row.verdict != "cannot tell":
+        step = f"a step takes {s.costs[found.optimizer].time_ratio:.2f} times as long as AdamW's"
+        same = f"the same loss {ratios(found)[1]} times"
+        return f"{name} saves {plural(s.sample)} {time}: {step}, and {same}."
+    if found.verdict != "cannot tell":
         return ""
-    text = f"{_named(row, s)} cannot be told from AdamW on {row.pairs} seeds"
-    if row.rates_limit:
+    text = f"{name} cannot be told from AdamW on {found.pairs} seeds"
+    if found.rates_limit:
         error = "within the error of the tuned learning rates"
         return f"{text}; more seeds would not help, as the difference is {error}."
-    more = f"about {row.needed:,}" if row.needed else "not even 10,000"
-    return f"{text}; {more} would tell, if the true difference is {signed(row.mean)}."
+    more = f"about {found.needed:,}" if found.needed else "not even 10,000"
+    return f"{text}; {more} would tell, if the true difference is {signed(found.mean)}."
 
 
 def too_little(s: Summary) -> str | None:
@@ -113,10 +106,11 @@ def table(s: Summary) -> Table | None:
     for batch_size, own in groupby(s.verdicts, lambda row: row.batch_size):
         judged, size = [*own], (show(batch_size),) * several
         base = max(judged, key=lambda row: row.pairs)
-        numbers = show(base.baseline_lr), "–", loss(_mean(base.baseline_losses)), "–"
+        numbers = show(base.baseline_lr), "–", loss(fmean(base.baseline_losses.values())), "–"
         rows.append(("AdamW", "baseline", *size, *numbers))
         for row in judged:
-            numbers = show(row.lr), difference(row), loss(_mean(row.losses)), ratios(row)[0]
+            mean = loss(fmean(row.losses.values()))
+            numbers = show(row.lr), difference(row), mean, ratios(row)[0]
             rows.append((s.optimizers[row.optimizer], row.verdict, *size, *numbers))
     if not rows:
         return None
@@ -155,11 +149,7 @@ def _bounded(ratio: Ratio, value: str, low: str, high: str) -> str:
     return f"{value}{ratio.value:.2f} ({low}{ratio.low:.2f} to {high}{ratio.high:.2f})"
 
 
-def _mean(losses: Mapping[int, float]) -> float:
-    return fmean(losses.values())
-
-
-def _named(found: Verdict | schema.Edge, s: Summary) -> str:
+def _named(found: Verdict | Edge, s: Summary) -> str:
     return f"{s.optimizers[found.optimizer]}{_at(found.batch_size, s)}"
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from steadygrad.studies.ab.doubts import judge
+from steadygrad.studies.ab.findings import judge
 
 
 def judged(a, b, smallest=0.0):

@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.analysis import choice_variance, sample_ratio
-from steadygrad.studies.compare.findings import summarize
+from steadygrad.studies.compare.findings import choice_variance, sample_ratio, summarize
 from steadygrad.studies.compare.schema import Edge, Ratio, Traits, Verdict
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import half_width, intervals, pairs_needed

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steadygrad._checks import InputError
-from steadygrad.studies.compare import libraries
+from steadygrad.studies.compare import optimizers
 from steadygrad.studies.compare.optimizers import Joined, entries_of
 from steadygrad.studies.compare.schema import Settings, Traits
 from steadygrad.studies.compare.trials import plan_for, tried
@@ -28,7 +28,7 @@ def installed():
     """As if the module of the two above were a package's."""
     packages = {**metadata.packages_distributions(), "tests": ["torch"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libraries, "packages_distributions", lambda: packages)
+        patch.setattr(optimizers, "packages_distributions", lambda: packages)
         yield
 
 
