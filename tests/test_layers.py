@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from steadygrad._studies import STUDIES
+
 SOURCE = Path(__file__).parent.parent / "src" / "steadygrad"
 
 FLOORS = [
@@ -63,11 +65,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 785,
     "integrations": 949,
-    "studies": 3398,
-    "studies/advise": 1277,
-    "studies/compare": 1402,
-    "studies/inspect": 1191,
-    "studies/ab": 1012,
+    "studies": 3444,
+    "studies/advise": 1181,
+    "studies/compare": 1293,
+    "studies/inspect": 1140,
+    "studies/ab": 989,
     "tasks": 1705,
     "noise": 2551,
     "balance": 1206,
@@ -78,6 +80,8 @@ CEILINGS = {
     "optim/loops": 1040,
     "optim/kernels": 760,
 }
+# A study that needs more than this is given a row of its own.
+CEILINGS = {**{f"studies/{name}": 250 for name in STUDIES}, **CEILINGS}
 
 
 @pytest.mark.parametrize("room", CEILINGS)
@@ -88,7 +92,7 @@ def test_a_room_stays_below_its_ceiling(room: str):
 
 
 def test_every_room_has_a_ceiling_a_floor_and_a_place_on_the_map():
-    """A new one is put into CEILINGS and FLOORS, and into the plan of the house."""
+    """A new one, but a study's, is put into CEILINGS and FLOORS, and into the plan of the house."""
     folders = {path.parent.relative_to(SOURCE).as_posix() for path in FILES} - {"."}
     assert folders == {room for room in CEILINGS if not room.endswith(".py")}
     assert {room_of(path) for path in FILES} == set(FLOOR_OF)

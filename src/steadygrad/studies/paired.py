@@ -18,8 +18,9 @@ References:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +153,46 @@ def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
     return Course(mean, half, failed)
 
 
+class Told(NamedTuple):
+    """A comparison after all pairs: the mean of a :class:`Course` with its interval.
+
+    ``variance`` is that of one difference; ``lost`` are the failed runs of A and of B.
+    """
+
+    mean: float
+    low: float
+    high: float
+    variance: float
+    lost: tuple[int, int]
+    is_told: bool
+
+
+def tell(a: Floats, b: Floats, alpha: float = ALPHA, choice: float = 0.0) -> Told:
+    """Compares metrics of all pairs, as :func:`compare` does after each."""
+    mean, half, failed = (part[-1].item() for part in compare(a, b, alpha, choice))
+    lost = np.isnan([a, b])
+    variance = float((1.0 * lost[1] - lost[0] if failed else b - a).var(ddof=1))
+    failures = int(lost[0].sum()), int(lost[1].sum())
+    return Told(mean, mean - half, mean + half, variance, failures, abs(mean) > half)
+
+
+def judged(
+    pairs: int, judge: Callable[[int], Any], most: int = MOST, first: int = FIRST
+) -> tuple[Any, int]:
+    """The verdict of the last look so far, and the pairs to train: up to the next, if one follows.
+
+    ``judge`` gives the verdict by so many of the ``pairs``; none follows one that ``is_final``.
+    Before the ``first`` look the verdict is None.
+    """
+    found, needed = None, first
+    while needed <= pairs:
+        found = judge(needed)
+        if found.is_final or needed >= most:
+            break
+        needed = next_look(needed, most)
+    return found, needed
+
+
 class Evidence:
     """The trainings of a run: of each arm, over each length, at each rate, by seed."""
 
@@ -166,3 +207,10 @@ class Evidence:
     def trainings(self, arm: int, samples: int, step: float = 0.0) -> Mapping[int, Training]:
         """Trainings by number of the seed, at so many octaves from the arm's own rate."""
         return self._found.get((arm, samples, step), {})
+
+
+def losses_of(*arms: Mapping[int, Training]) -> Floats:
+    """Losses of arms, NaN of a failed run, in their whole pairs before the first gap."""
+    pairs = next(seed for seed in count() if any(seed not in runs for runs in arms))
+    found = np.array([[runs[seed].loss for seed in range(pairs)] for runs in arms], float)
+    return np.where(np.isfinite(found), found, np.nan)

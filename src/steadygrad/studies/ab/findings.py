@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import count, product
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from scipy import special
 from steadygrad.studies.ab import words
 from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Doubt, Header, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import Course, Evidence, Floats, compare, pairs_needed
+from steadygrad.studies.paired import Course, Evidence, Floats, compare, losses_of, pairs_needed
 from steadygrad.studies.schema import Training
 
 
@@ -110,10 +110,7 @@ class Changes(Evidence):
 
     def metrics(self, *arms: int) -> Floats:
         """Metrics of arms, NaN of a failed run, in their whole pairs before the first gap."""
-        found = [self.runs(arm) for arm in arms]
-        pairs = next(n for n in count() if any(n not in runs for runs in found))
-        known = [[runs[n] for n in range(pairs)] for runs in found]
-        return np.array([[math.nan if x.failure else x.loss for x in row] for row in known], float)
+        return losses_of(*map(self.runs, arms))
 
     def judged(self, arm: int) -> Verdicts:
         """A B against A, after each pair; A against itself is never decided.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -44,9 +44,13 @@ class Optimizers(paired.Evidence):
         return {seed: run for seed, run in found.items() if seed < self.plan.pairs}
 
     @cached_property
-    def verdicts(self) -> dict[int, Verdict]:
-        """By arm, as they were at the first look that was final, or else at the last one."""
-        return {arm: found for arm in self.plan.compared if (found := self._verdict(arm))}
+    def judged(self) -> dict[int, tuple[Verdict | None, int]]:
+        """By arm, the verdict and the pairs that it needs."""
+        found, plan = {}, self.plan
+        for arm in plan.compared:
+            pairs = paired.losses_of(self.pairs(plan.baseline(arm)), self.pairs(arm)).shape[1]
+            found[arm] = paired.judged(pairs, partial(self._judge, arm), plan.pairs, plan.first)
+        return found
 
     def wanted(self, arm: int) -> int:
         """Paired seeds that an arm is to be trained with: up to the next look, if it needs one.
@@ -56,56 +60,36 @@ class Optimizers(paired.Evidence):
         if arm not in self.plan.compared:
             others = [one for one in self.plan.compared if self.plan.baseline(one) == arm]
             return max(map(self.wanted, others))
-        verdict = self.verdicts.get(arm)
-        return self._following(verdict) or (verdict.pairs if verdict else 0)
+        return self.judged[arm][1]
 
-    def _following(self, verdict: Verdict | None) -> int:
-        """Pairs of the look after a verdict's; 0 where it is the last."""
-        if verdict is None:
-            return self.plan.first
-        is_final = verdict.verdict != "cannot tell" or verdict.rates_limit
-        # Where all trainings diverge, more would, too.
-        is_final = is_final or verdict.lost == verdict.baseline_lost == verdict.pairs
-        return 0 if is_final else paired.next_look(verdict.pairs, self.plan.pairs)
-
-    def _verdict(self, arm: int) -> Verdict | None:
-        own, base = self.pairs(arm), self.pairs(self.plan.baseline(arm))
-        found, seeds = None, range(self.plan.first)
-        while seeds and {*seeds} <= own.keys() & base.keys():
-            found = self._look(arm, [own[seed] for seed in seeds], [base[seed] for seed in seeds])
-            seeds = range(self._following(found))
-        return found
-
-    def _look(self, arm: int, own: list[Training], base: list[Training]) -> Verdict:
+    def _judge(self, arm: int, pairs: int) -> Verdict:
         """The verdict by an arm's first trainings, and the baseline's with the same seeds."""
-        plan, (a, b) = self.plan, (np.array([run.loss for run in runs]) for runs in (base, own))
-        a, b = (np.where(np.isfinite(losses), losses, np.nan) for losses in (a, b))
-        failed = bool(np.isnan(a + b).any())
-        variance = float((1.0 * np.isnan(b) - np.isnan(a) if failed else b - a).var(ddof=1))
-        choice = 0.0 if failed else self._choice(arm, variance)
-        course = paired.compare(a, b, plan.alpha, choice)
-        mean, half = float(course.mean[-1]), float(course.half[-1])
-        is_told, many = abs(mean) > half, np.geomspace(3, paired.BEYOND, 99)
-        by_pairs = paired.half_width(np.float64(len(a)), variance, plan.alpha)
-        least = paired.half_width(many, variance, plan.alpha, choice=choice).min()
-        needed = paired.pairs_needed(mean, variance, plan.alpha, choice=choice)
+        plan, base, own = self.plan, self.pairs(self.plan.baseline(arm)), self.pairs(arm)
+        a, b = paired.losses_of(base, own)[:, :pairs]
+        alone = paired.tell(a, b, plan.alpha)
+        choice = 0.0 if any(alone.lost) else self._choice(arm, alone.variance)
+        told = paired.tell(a, b, plan.alpha, choice)
+        many = np.geomspace(3, paired.BEYOND, 99)
+        least = paired.half_width(many, told.variance, plan.alpha, choice=choice).min()
+        needed = paired.pairs_needed(told.mean, told.variance, plan.alpha, choice=choice)
+        within = not any(told.lost) and bool(abs(told.mean) + alone.high - alone.mean <= least)
         return Verdict(
             arm=arm,
             optimizer=plan.arms[arm].optimizer,
             batch_size=plan.arms[arm].batch_size,
             lr=own[0].lr,
             baseline_lr=base[0].lr,
-            mean=mean,
-            low=mean - half,
-            high=mean + half,
-            pairs=len(own),
-            verdict="cannot tell" if not is_told else "better" if mean < 0 else "worse",
-            needed=None if is_told or mean == 0 else needed,
-            rates_limit=bool(not is_told and not failed and abs(mean) + by_pairs <= least),
-            lost=int(np.isnan(b).sum()),
-            baseline_lost=int(np.isnan(a).sum()),
-            losses={run.seed: run.loss for run in own},
-            baseline_losses={run.seed: run.loss for run in base},
+            mean=told.mean,
+            low=told.low,
+            high=told.high,
+            pairs=pairs,
+            verdict="cannot tell" if not told.is_told else "better" if told.mean < 0 else "worse",
+            needed=None if told.is_told or told.mean == 0 else needed,
+            rates_limit=within and not told.is_told,
+            lost=told.lost[1],
+            baseline_lost=told.lost[0],
+            losses={seed: own[seed].loss for seed in range(pairs)},
+            baseline_losses={seed: base[seed].loss for seed in range(pairs)},
         )
 
     def _choice(self, arm: int, variance: float) -> float:
@@ -228,7 +212,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
 
 def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdict]:
     """The findings, the most important first."""
-    rows = [evidence.with_ratios(row) for row in evidence.verdicts.values()]
+    rows = [evidence.with_ratios(row) for row, _ in evidence.judged.values() if row]
     # A better rate could overturn the answer where it is of one that is behind.
     ahead = {(schema.BASELINE, row.batch_size) for row in rows if row.verdict == "better"}
     behind = ahead or {(row.optimizer, row.batch_size) for row in rows}

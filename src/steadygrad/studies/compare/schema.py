@@ -212,6 +212,12 @@ class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
         """Whether a run diverged, so that shares are compared."""
         return bool(self.lost or self.baseline_lost)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether more pairs would not help: it is told, rates limit it, or all runs diverge."""
+        is_told = self.verdict != "cannot tell"
+        return is_told or self.rates_limit or self.lost == self.baseline_lost == self.pairs
+
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """The search for one arm's learning rate.
