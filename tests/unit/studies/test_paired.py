@@ -1,12 +1,14 @@
 """The test of paired differences that may be looked at after every pair."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from steadygrad.studies import paired
 from steadygrad.studies.paired import MOST, NOTHING, Prior, compare, interval, intervals, next_look
+from tests.unit.studies.results import make_training
 
 
 def weight(differences, mean, prior):
@@ -93,6 +95,43 @@ def test_a_failed_run_is_counted_and_stops_the_comparison_of_the_metric():
     assert course.mean[[0, -1]] == pytest.approx([5, -1 / 12])
     assert course.half[-1] > 1 / 12
     assert compare(np.arange(12.0), np.nan * b, 0.05).mean.tolist() == [1] * 12
+
+
+def test_what_is_told_of_all_pairs_is_of_those_before_the_first_gap():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(1, 0.1, 12), rng.normal(0.5, 0.1, 12)
+    rows = [[make_training(x, seed=seed) for seed, x in enumerate(row)] for row in (a, b)]
+    found = paired.losses_of(*({run.seed: run for run in row if run.seed != 10} for row in rows))
+    assert found.tolist() == [[*a[:10]], [*b[:10]]]
+    told, course = paired.tell(*found), compare(*found, 0.05)
+    assert (told.mean, told.high - told.low) == pytest.approx(
+        (course.mean[-1], 2 * course.half[-1])
+    )
+    assert (told.variance, told.lost) == (pytest.approx((b - a)[:10].var(ddof=1)), (0, 0))
+    assert told.is_told
+    assert told.high < 0
+    rows[1][3] = make_training(math.inf, seed=3)
+    found = paired.losses_of(*({run.seed: run for run in row} for row in rows))
+    told = paired.tell(*found)
+    # The share of failed runs, one of twelve.
+    assert (told.mean, told.variance) == pytest.approx((1 / 12, 1 / 12))
+    assert (told.lost, told.is_told) == ((0, 1), False)
+
+
+@pytest.mark.parametrize(("pairs", "most", "final", "verdict", "needed"), [
+    (3, 64, 99, None, 4),
+    (4, 64, 99, 4, 5),
+    (9, 64, 99, 8, 10),
+    (9, 9, 99, 9, 9),
+    (12, 9, 99, 9, 9),
+    (60, 64, 8, 8, 8),
+])  # fmt: skip
+def test_a_study_asks_for_the_pairs_of_the_next_look(pairs, most, final, verdict, needed):
+    def judge(n):
+        return SimpleNamespace(pairs=n, is_final=n >= final)
+
+    found, wanted = paired.judged(pairs, judge, most)
+    assert (found and found.pairs, wanted) == (verdict, needed)
 
 
 def test_pairs_needed_are_those_at_which_the_interval_tells():
