@@ -37,7 +37,7 @@ def test_micro_batches_change_no_number(micro):
         gradient = [parameter.grad.clone() for parameter in trainer.model.parameters()]
         trainer.restart()
         list(trainer.run(main_order(4096, 0), 0, 400, 20))
-        runs.append((gradient, weights(trainer), trainer.take_losses(), trainer.evaluate()))
+        runs.append((gradient, weights(trainer), trainer.look(), trainer.evaluate()))
     whole, split = runs
     # float64 sums of 20 numbers near one, in another order.
     assert worst(whole[0], split[0]) < 1e-14
@@ -141,7 +141,7 @@ def test_worker_processes_that_make_batches_change_no_number():
         trainer = make_trainer(make_task(loader_workers=workers), micro_batch_size=3)
         trainer.seed_everything("run")
         list(trainer.run(main_order(4096, 0), 0, 80, 8))
-        found.append((trainer.take_losses(), trainer.evaluate(), draws()))
+        found.append((trainer.look(), trainer.evaluate(), draws()))
     assert found[0] == found[1]
     assert len(found[0][0]) == 10
     # They are handed numbers of samples as the training asks for them: the speed is measured
