@@ -25,6 +25,7 @@ from steadygrad.studies.folder import (
     RunError,
     create,
     dumps,
+    identity,
     read_run,
     refuse_links,
     summarize,
@@ -33,6 +34,7 @@ from steadygrad.studies.folder import (
 )
 from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.schema import FREE, Summary
+from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import (
     Coordinator,
     Monitor,
@@ -40,7 +42,6 @@ from steadygrad.studies.work import (
     make_trainer,
     recorded_trainer,
     trials_of,
-    workplace,
 )
 from steadygrad.tasks import Task
 
@@ -160,13 +161,7 @@ def start(
         task = task or context.together(lambda: load(name, settings, {}))
         trainer = make_trainer(name, task, settings, context)
         trainer.check_task()
-        speed, workers = calibrate(
-            trainer,
-            workers=settings.workers,
-            threads=settings.threads,
-            budget=settings.budget,
-            cluster=cluster.count() if cluster else 0,
-        )
+        speed, workers = calibrate(trainer, settings, cluster.count() if cluster else 0)
         plan_for = module_of(name, "trials").plan_for
         plan = plan_for(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(plan.largest_batch)
@@ -177,11 +172,7 @@ def start(
         folder = Path(context.gather(str(folder))[0])
         context.on_main(lambda: create(folder, header))
         context.on_main(lambda: remember(folder))
-        pool = cluster or local_workers(workers, header.runtime)
-        place = workplace(header, files, folder, trainer)
-        # From here on there is a run to keep.
-        deadline.limit(settings.budget)
-        return _run(place, folder, Results(), pool, monitor)
+        return _run(Run(folder, header, Results(), None), files, trainer, cluster, monitor)
 
 
 def resume(
@@ -230,10 +221,7 @@ def resume(
             monitor.say(warning)
         # Read on every rank before one of them writes.
         context.gather(None)
-        deadline.limit(settings.budget)
-        pool = cluster or local_workers(settings.workers, header.runtime)
-        place = workplace(header, files, folder, trainer)
-        return _run(place, folder, run.results, pool, monitor)
+        return _run(replace(run, header=header), files, trainer, cluster, monitor)
 
 
 def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
@@ -258,10 +246,19 @@ def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
 
 
 def _run(
-    place: Workplace, folder: Path, results: Results, pool: Workers | None, monitor: Monitor
+    run: Run,
+    files: Mapping[str, str],
+    trainer: Trainer,
+    cluster: Workers | None,
+    monitor: Monitor,
 ) -> Outcome:
-    """Runs all trials, and writes the summary however that ends."""
-    header, is_main = place.header, place.trainer.context.is_main
+    """Runs all trials of a run that is begun, and writes the summary however that ends."""
+    folder, header, results, context = run.folder, run.header, run.results, trainer.context
+    context.deadline.limit(header.settings.budget)
+    pool = cluster or local_workers(header.settings.workers, header.runtime)
+    # Other ranks may not see the folder.
+    own = identity(folder) if context.is_main else ""
+    place = Workplace(trainer, lambda samples: None, header, files, own)
     with understanding(folder):
         coordinator = Coordinator(results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None
@@ -275,7 +272,7 @@ def _run(
     except InputError as error:
         status, failure = "failed", error
     summary = summarize(header, results, status)
-    if is_main:
+    if context.is_main:
         write_summary(folder, summary)
     outcome = Outcome(folder, summary, reason)
     if failure:

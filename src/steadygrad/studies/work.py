@@ -30,7 +30,7 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.schema import Header, Result
+from steadygrad.studies.schema import Result
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
@@ -55,7 +55,7 @@ class Workplace:
     advance: Callable[[int], None]
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""  # its identity
+    run: str = ""  # its identity, for rank 0 to write its results
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 
@@ -247,16 +247,7 @@ def _worker(folder: str, run: str, files: str) -> Workplace:
     header = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
-    return workplace(header, found, path, trainer)
-
-
-def workplace(
-    header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
-) -> Workplace:
-    """The workplace of this process for the run in ``folder``."""
-    # Other ranks may not see the folder.
-    run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
-    return Workplace(trainer, lambda samples: None, header, files, run)
+    return Workplace(trainer, lambda samples: None, header, found)
 
 
 def make_trainer(

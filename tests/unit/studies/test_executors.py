@@ -13,6 +13,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import TaskError
 from tests.refusals import refused
@@ -32,7 +33,8 @@ def calibrated(
     monkeypatch.setattr(place + "memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(place + "measured_speed", lambda *_: speed_of(torch.get_num_threads()))
     monkeypatch.setattr(place + "GIVEN_THREADS", given)
-    found = calibrate(trainer, workers=workers, threads=threads, budget=budget, cluster=cluster)
+    settings = CommonSettings(workers=workers, threads=threads, budget=budget)
+    found = calibrate(trainer, settings, cluster)
     return *found, torch.get_num_threads()
 
 
