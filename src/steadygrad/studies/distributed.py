@@ -7,7 +7,7 @@ and prints; it tells the others.
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -77,14 +77,12 @@ class DistributedContext:
             shards.shard_model(model)
         return model
 
-    @contextmanager
-    def averaging(self, wrapped: Any, enabled: bool) -> Iterator[None]:
+    def averaging(self, wrapped: Any, enabled: bool) -> AbstractContextManager[None]:
         """Whether a backward pass of a wrapped model exchanges gradients."""
         if self.sharding == "fsdp2":
             wrapped.set_requires_gradient_sync(enabled)
-        alone = self.sharding == "ddp" and not enabled
-        with wrapped.no_sync() if alone else nullcontext():
-            yield
+        alone: AbstractContextManager[None] = nullcontext()
+        return wrapped.no_sync() if self.sharding == "ddp" and not enabled else alone
 
     @guarded("The state_dict of model and optimizer")
     def states(self, model: nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from importlib import import_module
@@ -99,14 +99,28 @@ def cluster_workers(settings: Any, processes: int) -> AbstractContextManager[Wor
 
 
 def local_workers(workers: int, runtime: Runtime) -> Workers | None:
-    """Worker processes of this machine; None where trials run in this process."""
+    """Worker processes of this machine, on its devices in turn; None where this process works."""
     if not workers:
         # As many as the plan reckons with, where this machine has the cores for them.
         enough = max(1, cores() // runtime.threads)
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    return process_workers(workers, cuda_devices() if runtime.device == "cuda" else ())
+    devices = cuda_devices() if runtime.device == "cuda" else [None]
+    context = multiprocessing.get_context("spawn")
+
+    def make() -> Executor:
+        queue = context.SimpleQueue()
+        for worker in range(workers):
+            queue.put(devices[worker % len(devices)])
+        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
+
+    def kill(executor: Any) -> None:
+        for process in list((getattr(executor, "_processes", None) or {}).values()):
+            process.kill()
+        _shut_down(executor)
+
+    return Workers(make, lambda: workers, end=kill)
 
 
 def cuda_devices() -> list[str]:
@@ -117,24 +131,6 @@ def cuda_devices() -> list[str]:
     count = torch.cuda.device_count()
     given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return [name.strip() for name in given.split(",")][:count]
-
-
-def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
-    """Worker processes on this machine, each on one of ``devices``: names of CUDA devices."""
-    context = multiprocessing.get_context("spawn")
-
-    def make() -> Executor:
-        queue = context.SimpleQueue()
-        for worker in range(workers):
-            queue.put(devices[worker % len(devices)] if devices else None)
-        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
-
-    def kill(executor: Any) -> None:
-        for process in list((getattr(executor, "_processes", None) or {}).values()):
-            process.kill()
-        _shut_down(executor)
-
-    return Workers(make, lambda: workers, end=kill)
 
 
 def _begin_worker(parent: int, devices: Any) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.studies import page
+from steadygrad.studies import page, work
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -35,14 +35,6 @@ from steadygrad.studies.folder import (
 from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.work import (
-    Coordinator,
-    Monitor,
-    Workplace,
-    make_trainer,
-    recorded_trainer,
-    trials_of,
-)
 from steadygrad.tasks import Task
 
 
@@ -89,7 +81,7 @@ def conduct(
     out: Path | None = None,
     continued: Path | None = None,
     deadline: Deadline,
-    monitor: Monitor,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Starts or resumes a study, and draws its page, for the command line and for Python.
 
@@ -148,7 +140,7 @@ def start(
     *,
     task: Task | None = None,
     deadline: Deadline | None = None,
-    monitor: Monitor,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Runs a study in an absent or empty folder; settings that cannot be used leave nothing there.
 
@@ -159,7 +151,7 @@ def start(
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
     with joined as context, cluster_workers(settings, context.size) as cluster:
         task = task or context.together(lambda: load(name, settings, {}))
-        trainer = make_trainer(name, task, settings, context)
+        trainer = work.make_trainer(name, task, settings, context)
         trainer.check_task()
         speed, workers = calibrate(trainer, settings, cluster.count() if cluster else 0)
         plan_for = module_of(name, "trials").plan_for
@@ -182,7 +174,7 @@ def resume(
     name: str = "",
     task: Task | None = None,
     deadline: Deadline | None = None,
-    monitor: Monitor,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
 
@@ -193,7 +185,7 @@ def resume(
     settings = _agreed(run, name, given)
     header = msgspec.structs.replace(run.header, settings=settings)
     with understanding(folder):
-        complete = not trials_of(header, run.results)
+        complete = not work.trials_of(header, run.results)
         summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:
@@ -215,7 +207,7 @@ def resume(
     with joined as context, cluster_workers(settings, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.
         files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
-        trainer = recorded_trainer(header, files, context, task)
+        trainer = work.recorded_trainer(header, files, context, task)
         lost = (f"results/{x} cannot be read: its trial is run again." for x in run.unreadable)
         for warning in (*changes(header, trainer), *lost):
             monitor.say(warning)
@@ -250,7 +242,7 @@ def _run(
     files: Mapping[str, str],
     trainer: Trainer,
     cluster: Workers | None,
-    monitor: Monitor,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Runs all trials of a run that is begun, and writes the summary however that ends."""
     folder, header, results, context = run.folder, run.header, run.results, trainer.context
@@ -258,9 +250,9 @@ def _run(
     pool = cluster or local_workers(header.settings.workers, header.runtime)
     # Other ranks may not see the folder.
     own = identity(folder) if context.is_main else ""
-    place = Workplace(trainer, lambda samples: None, header, files, own)
+    place = work.Workplace(trainer, lambda samples: None, header, files, own)
     with understanding(folder):
-        coordinator = Coordinator(results, folder, place, pool, monitor)
+        coordinator = work.Coordinator(results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None
     try:
         coordinator.run()

@@ -15,8 +15,6 @@ from steadygrad.studies.text import show
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Few = Annotated[int, Meta(ge=0, le=64)]
-"""A number of things that are gone through one by one."""
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 NonNegative = Annotated[float, Meta(ge=0, lt=1e300)]
 Key = tuple[str | int | float, ...]

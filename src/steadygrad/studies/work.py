@@ -5,9 +5,9 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -207,8 +207,10 @@ class Coordinator:
         else:
             future = Future()
             self.place.advance = partial(self.monitor.advance, what=trial.what)
-            with _naming(trial):
+            try:
                 future.set_result(work_on(trial, self.place))
+            except InputError as error:
+                future.set_exception(error)
         self.running[future] = trial
 
     def _collect(self) -> bool:
@@ -217,12 +219,12 @@ class Coordinator:
         wait(self.running, 0.2, FIRST_COMPLETED)
         for future in [future for future in self.running if future.done()]:
             try:
-                with _naming(self.running[future]):
-                    found = future.result()
-            except (StudyInterrupted, InputError) as error:
+                found = future.result()
+            except StudyInterrupted:
                 del self.running[future]
-                if isinstance(error, InputError):
-                    raise
+            except InputError as error:
+                error.args = (f"{self.running.pop(future).what}: {error}",)
+                raise
             except Exception as error:  # a worker died, or cannot be reached
                 lost = error
             else:
@@ -266,16 +268,6 @@ class Coordinator:
             if not late:
                 (self.folder / STOP_FILE).unlink(missing_ok=True)
         pool.close()
-
-
-@contextmanager
-def _naming(trial: Trial) -> Iterator[None]:
-    """Says in an error of a trial which one it was."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (f"{trial.what}: {error}",)
-        raise
 
 
 _lock = threading.Lock()
