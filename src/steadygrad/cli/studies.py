@@ -13,9 +13,8 @@ import torch
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.cli.console import emit, note, printable, rendered
+from steadygrad.cli.console import Monitor, emit, note, printable, rendered
 from steadygrad.cli.options import options_of
-from steadygrad.cli.progress import Monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import dumps
