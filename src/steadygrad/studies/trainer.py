@@ -70,13 +70,13 @@ class Diverged(InputError):
 class Trainer:
     """A task's model that can be put into any state, and measured or trained from there.
 
-    It computes in float16 or bfloat16 by autocast, in float64 throughout. ``micro_batch_size`` are
-    the most samples in one forward pass of a process. Default: the task's; without one, a whole
-    batch. ``keep_half_life`` is that of :class:`RateSetter`. Where losses need not be ``finite``,
-    training goes on after one that is not. ``scaling`` makes the gradient scaler of a model, and
-    may be exchanged before a restart. Default: torch's, in float16 only.
+    It computes in float16 or bfloat16 by autocast, in float64 throughout. ``keep_half_life`` is
+    that of :class:`RateSetter`. Where losses need not be ``finite``, training goes on after one
+    that is not. ``scaling`` makes the gradient scaler of a model, and may be exchanged before a
+    restart. Default: torch's, in float16 only.
 
     Attributes:
+        micro_batch_size: The most samples in one forward pass of a process.
         wrapped: The model, so that its backward pass averages gradients over all ranks.
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
@@ -90,7 +90,6 @@ class Trainer:
         seed: int,
         dtype: str,
         context: DistributedContext,
-        micro_batch_size: int | None = None,
         keep_half_life: bool = False,
         finite: bool = True,
         scaling: Scaling | None = None,
@@ -101,7 +100,7 @@ class Trainer:
                 f"batch_size = {task.batch_size}. Remedy: another --nproc-per-node."
             )
         self.task, self.seed, self.context = task, seed, context
-        self.micro_batch_size = micro_batch_size or task.micro_batch_size or len(task.train)
+        self.micro_batch_size = task.micro_batch_size or len(task.train)
         self.dtype: torch.dtype = getattr(torch, dtype)
         half = self.dtype is torch.float16
         self.scaling = scaling or (

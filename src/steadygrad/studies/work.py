@@ -292,18 +292,12 @@ def _worker(folder: str, run: str, files: str) -> Workplace:
     return Workplace(trainer, lambda samples: None, header, found)
 
 
-def make_trainer(
-    study: str,
-    task: Task,
-    settings: Any,
-    context: DistributedContext,
-    micro_batch_size: int | None = None,
-) -> Trainer:
+def make_trainer(study: str, task: Task, settings: Any, context: DistributedContext) -> Trainer:
     """A trainer of a task, as a study trains it."""
     names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
     options = {name: getattr(settings, name) for name in names}
     options |= getattr(module_of(study, "trials"), "TRAINING", {})
-    return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
+    return Trainer(task, context=context, **options)
 
 
 def recorded_trainer(
@@ -316,8 +310,8 @@ def recorded_trainer(
     runtime = header.runtime
     torch.set_num_threads(runtime.threads)
     task = task or context.together(lambda: load_recorded_task(header, files))
-    settings, micro = header.settings, runtime.micro_batch_size
-    trainer = make_trainer(header.study, task, settings, context, micro)
+    trainer = make_trainer(header.study, task, header.settings, context)
+    trainer.micro_batch_size = runtime.micro_batch_size
     trainer.dependent = header.task.dependent
     trainer.second_moment = header.task.beta2 is not None
     return trainer

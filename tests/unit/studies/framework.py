@@ -60,11 +60,13 @@ class Watcher:
         self.lines.append(line)
 
 
-def make_trainer(task=None, *, seed=0, dtype="float32", **options):
+def make_trainer(task=None, *, seed=0, dtype="float32", micro_batch_size=None, **options):
     """A trainer of the tiny task."""
     context = DistributedContext(Deadline())
     task = tiny_task.make_task() if task is None else task
-    return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
+    trainer = Trainer(task, seed=seed, dtype=dtype, context=context, **options)
+    trainer.micro_batch_size = micro_batch_size or trainer.micro_batch_size
+    return trainer
 
 
 def weights(trainer):
