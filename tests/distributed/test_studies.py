@@ -70,7 +70,7 @@ def keep(folder):
 
 
 def go_on(folder):
-    resume(Path(folder), monitor=Watcher())
+    framework.checked(resume(Path(folder), monitor=Watcher()))
     return "done"
 
 
@@ -90,7 +90,7 @@ def small(folder, add):
         settings = schema.Settings(
             task=tiny("shared"), add=add, optimizers="muon", budget=4.5, **CHOSEN
         )
-        start("compare", settings, Path(folder), monitor=Watcher())
+        framework.checked(start("compare", settings, Path(folder), monitor=Watcher()))
 
 
 # The study, and after how many samples another run of it is stopped.
@@ -227,7 +227,7 @@ def slow_study(folder):
     deadline, settings = Deadline(), Settings(task=tiny("slow"), budget=1e6, **CHOSEN)
     with framework.planned(ADVISE), deadline.signals():
         found = start("advise", settings, Path(folder), deadline=deadline, monitor=Watcher())
-    return found.stopped_by
+    return framework.checked(found).stopped_by
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])

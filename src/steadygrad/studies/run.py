@@ -40,20 +40,16 @@ from steadygrad.tasks import Task
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise."""
+    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise.
+
+    ``failure``: the error of a trial or of the page, which is to be raised once results are shown.
+    """
 
     folder: Path
     summary: Summary
     stopped_by: int = 0
+    failure: InputError | None = None
     page: Path | None = None
-
-
-class StudyFailed(InputError):
-    """A trial failed after the run was begun, or the page: ``outcome`` has the results."""
-
-    def __init__(self, message: str, outcome: Outcome) -> None:
-        super().__init__(message)
-        self.outcome = outcome
 
 
 _running = threading.Lock()
@@ -87,11 +83,11 @@ def conduct(
 
     SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
     by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
-    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``.
+    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``. If
+    training diverges, the task's code raises, or no page can be written, the outcome says so.
 
     Raises:
         InputError: For anything that cannot be used, or if the budget was over before any answer.
-        StudyFailed: If training diverges, the task's code raises, or no page can be written.
         StudyInterrupted: By a signal before the run was begun.
     """
     if out is not None and continued is not None and out.resolve() != continued.resolve():
@@ -102,15 +98,12 @@ def conduct(
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]  # quick studies begin in one second
     folder = continued or out or Path(f"runs/{name}-{now}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
-    failed: StudyFailed | None = None
     with _alone(), deadline.signals():
         try:
             if continued is None:
                 outcome = start(name, module_of(name, "schema").Settings(**given), folder, **common)
             else:
                 outcome = resume(folder, given, name=name, **common)
-        except StudyFailed as error:
-            outcome, failed = error.outcome, error
         except KeyboardInterrupt:
             if (folder / HEADER).exists():
                 monitor.say(f"stopped; --resume {folder} continues the run.")
@@ -120,12 +113,10 @@ def conduct(
                 outcome = replace(outcome, page=page.write(folder))
         except InputError as error:
             # Why a study failed matters more than why its page did.
-            failed = failed or StudyFailed(str(error), outcome)
-    if failed:
-        failed.outcome = outcome
-        raise failed
+            outcome = replace(outcome, failure=outcome.failure or error)
     too_little = getattr(module_of(name, "words"), "too_little", lambda summary: None)
-    if outcome.summary.status == "budget" and (why := too_little(outcome.summary)):
+    is_over = outcome.summary.status == "budget" and not outcome.failure
+    if is_over and (why := too_little(outcome.summary)):
         raise InputError(
             f"{why}. Found {str(outcome.folder)!r} unfinished. "
             f"Remedy: continue with --resume {outcome.folder} --budget TIME."
@@ -262,15 +253,13 @@ def _run(
     except RunError:
         raise
     except InputError as error:
-        status, failure = "failed", error
+        status = "failed"
+        failure = InputError(
+            f"{error} The results are kept. --resume {folder} continues where the cause was "
+            "outside of the task's files; a changed task needs a new run."
+        )
+        failure.__cause__ = error
     summary = summarize(header, results, status)
     if context.is_main:
         write_summary(folder, summary)
-    outcome = Outcome(folder, summary, reason)
-    if failure:
-        raise StudyFailed(
-            f"{failure} The results are kept. --resume {folder} continues where the cause was "
-            "outside of the task's files; a changed task needs a new run.",
-            outcome,
-        ) from failure
-    return outcome
+    return Outcome(folder, summary, reason, failure)

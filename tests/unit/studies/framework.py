@@ -105,7 +105,8 @@ def begin(
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
     with planned(plan, study):
         settings = kind(task=tiny(factory), **chosen)
-        return start(study, settings, folder, deadline=deadline, monitor=watcher), watcher
+        outcome = start(study, settings, folder, deadline=deadline, monitor=watcher)
+    return checked(outcome), watcher
 
 
 def go_on(folder, **given):
@@ -117,7 +118,14 @@ def part(folder, at, **given):
     """Resumes a run, and stops it after ``at`` samples of work."""
     deadline = Deadline()
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
-    return resume(folder, given, deadline=deadline, monitor=watcher), watcher
+    return checked(resume(folder, given, deadline=deadline, monitor=watcher)), watcher
+
+
+def checked(outcome):
+    """An outcome, unless it is to be raised."""
+    if outcome.failure:
+        raise outcome.failure
+    return outcome
 
 
 def copy(folder, to):
