@@ -70,7 +70,7 @@ def keep(folder):
 
 
 def go_on(folder):
-    framework.checked(resume(Path(folder), monitor=Watcher()))
+    framework.checked(resume(Path(folder), deadline=Deadline(), monitor=Watcher()))
     return "done"
 
 
@@ -90,7 +90,9 @@ def small(folder, add):
         settings = schema.Settings(
             task=tiny("shared"), add=add, optimizers="muon", budget=4.5, **CHOSEN
         )
-        framework.checked(start("compare", settings, Path(folder), monitor=Watcher()))
+        framework.checked(
+            start("compare", settings, Path(folder), deadline=Deadline(), monitor=Watcher())
+        )
 
 
 # The study, and after how many samples another run of it is stopped.

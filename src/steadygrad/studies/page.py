@@ -1,8 +1,4 @@
-"""A run becomes one HTML page: self-contained, without scripts and without the network.
-
-A study's page is its template, ``page.html``, over ``base.html``, and its module ``page``, whose
-``view(run, summary)`` gives the template the charts and tables that it shows.
-"""
+"""A run becomes one HTML page: self-contained, without scripts and without the network."""
 
 import warnings
 from collections.abc import Iterable, Mapping

@@ -130,15 +130,13 @@ def start(
     folder: Path,
     *,
     task: Task | None = None,
-    deadline: Deadline | None = None,
+    deadline: Deadline,
     monitor: work.Monitor,
 ) -> Outcome:
     """Runs a study in an absent or empty folder; settings that cannot be used leave nothing there.
 
-    The task is loaded where none is given. A deadline ends the study early. Default: when the
-    budget, from now on, is over.
+    The task is loaded where none is given.
     """
-    deadline = deadline or Deadline()
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
     with joined as context, cluster_workers(settings, context.size) as cluster:
         task = task or context.together(lambda: load(name, settings, {}))
@@ -164,7 +162,7 @@ def resume(
     *,
     name: str = "",
     task: Task | None = None,
-    deadline: Deadline | None = None,
+    deadline: Deadline,
     monitor: work.Monitor,
 ) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
@@ -193,7 +191,7 @@ def resume(
             f"Python. Remedy: steadygrad.{header.study}(task, resume={str(folder)!r}) there."
         )
     refuse_links(folder)
-    deadline, device = deadline or Deadline(), resolve_device(header.runtime.device)
+    device = resolve_device(header.runtime.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, cluster_workers(settings, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.

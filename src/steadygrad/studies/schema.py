@@ -1,7 +1,4 @@
-"""Types that all studies share: settings, the header of a run, and the result of a trial.
-
-A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``.
-"""
+"""Types that all studies share: settings, the header of a run, and the result of a trial."""
 
 import math
 from collections.abc import Iterable, Mapping

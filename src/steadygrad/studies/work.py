@@ -136,11 +136,7 @@ class Monitor(Protocol):
 
 
 def trials_of(header: Any, results: Results) -> list[Trial]:
-    """The trials that a run still needs and that can run now, the most useful first.
-
-    Which these are is a pure function of the results: neither the number of workers nor an
-    interruption changes it.
-    """
+    """The trials that a run still needs and that can run now, by its results alone."""
     wanted: list[Trial] = module_of(header.study, "trials").trials_of(header, results)
     found = {trial.key: trial for trial in wanted if trial.key not in results}
     return [*found.values()]

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume
 from tests.refusals import refused
@@ -87,7 +88,7 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, 
         with dask("worker", address, *options) as one, dask("worker", address, *options):
             wait_for(lambda: workers_of(address) == 2)
             folder = copy(base, tmp_path / "run")
-            outcome = resume(folder, given, monitor=Watcher(1500, one.kill))
+            outcome = resume(folder, given, deadline=Deadline(), monitor=Watcher(1500, one.kill))
             assert outcome.summary.status == "complete"
             assert one.wait() == -signal.SIGKILL
             assert lines(folder) == lines(whole)
@@ -96,7 +97,9 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, 
 
             cut = copy(base, tmp_path / "cut")
             with refused("--dask", "--resume"):
-                checked(resume(cut, given, monitor=Watcher(1500, process.kill)))
+                checked(
+                    resume(cut, given, deadline=Deadline(), monitor=Watcher(1500, process.kill))
+                )
     kept = lines(cut)
     assert 1 <= len(kept) < len(lines(whole))
     assert {*kept} < {*lines(whole)}

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from steadygrad.studies.advise.schema import Settings
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.run import start
 from steadygrad.tasks import Task, TensorSamples
 from tests.unit.studies.framework import Watcher, checked, speed_in_a_moment
@@ -36,7 +37,7 @@ def advice(task, folder, **settings):
     known = {"task": "a Task object", "device": "cpu", "threads": 1, "workers": 1, "budget": 1e5}
     with speed_in_a_moment():
         chosen = Settings(**{**known, "samples": 256, "seeds": 5, **settings})
-        outcome = start("advise", chosen, folder, task=task, monitor=Watcher())
+        outcome = start("advise", chosen, folder, task=task, deadline=Deadline(), monitor=Watcher())
     return checked(outcome).summary
 
 
