@@ -1,4 +1,4 @@
-"""The commands beside the studies: functions of their options' values that give the exit code."""
+"""The commands beside the studies: functions of their options' values."""
 
 import json
 import platform
@@ -17,15 +17,14 @@ from steadygrad._checks import InputError, install
 from steadygrad.cli.console import emit, printable
 
 
-def report(values: Mapping[str, Any]) -> int:
+def report(values: Mapping[str, Any]) -> None:
     """Draws the page of a run again, and prints its path."""
     from steadygrad.studies.page import write
 
     emit(printable(str(write(values["RUN"]))))
-    return 0
 
 
-def tasks(values: Mapping[str, Any]) -> int:
+def tasks(values: Mapping[str, Any]) -> None:
     """Prints the name and the first line of each built-in task."""
     from steadygrad.tasks import BUILT_IN
 
@@ -34,10 +33,9 @@ def tasks(values: Mapping[str, Any]) -> int:
         about = (make_task.__doc__ or "").partition("\n")[0]
         emit(f"{name:{width}}  {about}")
     emit("\nOne of your own: steadygrad init my_task.py")
-    return 0
 
 
-def init(values: Mapping[str, Any]) -> int:
+def init(values: Mapping[str, Any]) -> None:
     """Writes a task that runs as it is; a file that exists is left alone."""
     name, path = values["FILE"], Path(values["FILE"])
     # A name that is not printable cannot be pasted; bytes that are no UTF-8 are not printable.
@@ -56,10 +54,9 @@ def init(values: Mapping[str, Any]) -> int:
             f"{error.strerror}. Remedy: another name, or another folder."
         ) from None
     emit(f"{name}: now run `steadygrad advise {quote(f'{name}:make_task')} --budget 2m`")
-    return 0
 
 
-def doctor(values: Mapping[str, Any]) -> int:
+def doctor(values: Mapping[str, Any]) -> None:
     """Prints versions, the machine, a step on each device, gloo, and missing extras."""
     found = {
         "python": platform.python_version(),
@@ -71,7 +68,6 @@ def doctor(values: Mapping[str, Any]) -> int:
     }
     lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
     emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
-    return 0
 
 
 def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, object]:

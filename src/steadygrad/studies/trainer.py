@@ -392,13 +392,7 @@ class Trainer:
         return self._looked_at
 
     def run(
-        self,
-        order: Order,
-        start: int,
-        stop: int,
-        batch_size: int,
-        *,
-        rate: Rate | None = None,
+        self, order: Order, start: int, stop: int, batch_size: int, *, rate: Rate | None = None
     ) -> Iterator[int]:
         """Trains over the positions ``start`` to ``stop`` of an order; yields where each step ends.
 
