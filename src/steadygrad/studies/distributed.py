@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from steadygrad import shards
 from steadygrad._checks import InputError
@@ -25,6 +26,16 @@ StateDict = dict[str, Any]
 
 # Seconds for the backend's threads to come to rest.
 PAUSE = 0.25
+
+
+def on_host(state: StateDict) -> StateDict:
+    """A copy of a model's state in the host's memory: a step changes the original in place."""
+
+    def copied(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, Tensor)
+        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
+
+    return {name: tree_map(copied, value) for name, value in state.items()}
 
 
 class DistributedContext:

@@ -1,6 +1,5 @@
 """One training loop for everything that the studies train and measure."""
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
-from steadygrad.studies.distributed import DistributedContext, StateDict
+from steadygrad.studies.distributed import DistributedContext, StateDict, on_host
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trials import seed_for
@@ -50,17 +49,6 @@ from steadygrad.tasks.task import EVALUATION_SIZE
 LOOK_EVERY = 16
 
 T = TypeVar("T")
-Scaling = Callable[[nn.Module], Any]
-
-
-def on_host(state: StateDict) -> StateDict:
-    """A copy of a model's state in the host's memory: a step changes the original in place."""
-
-    def copied(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, Tensor)
-        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
-
-    return {name: tree_map(copied, value) for name, value in state.items()}
 
 
 class Diverged(InputError):
@@ -92,7 +80,7 @@ class Trainer:
         context: DistributedContext,
         keep_half_life: bool = False,
         finite: bool = True,
-        scaling: Scaling | None = None,
+        scaling: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         if task.batch_size % context.size:
             raise InputError(
@@ -129,10 +117,7 @@ class Trainer:
             return model.to(self.context.device, dtype)
 
     def _read_start(self) -> tuple[StateDict, StateDict] | None:
-        """Loads the weights that runs begin from; the optimizer's state is as it was saved.
-
-        Without a state a new optimizer begins.
-        """
+        """Loads the weights that runs begin from; the optimizer's state, if any, is as saved."""
         if self.task.start is None:
             return None
         weights, optimizer = read_start(self.task.start)
