@@ -92,7 +92,9 @@ def study(job: tuple[str, int, float, Path]) -> None:
     monitor = Limit(samples, lambda: deadline.limit(-1e9))
     known = {"samples": LENGTHS[name], "seed": seed, "budget": 1e6, "workers": 1, "threads": 1}
     settings = Settings(task=f"{HERE / 'referee_tasks.py'}:{name}", device="cpu", **known)
-    start("advise", settings, out, deadline=deadline, monitor=monitor)
+    outcome = start("advise", settings, out, deadline=deadline, monitor=monitor)
+    if outcome.failure:
+        raise outcome.failure
     print(name, seed, "done", flush=True)
 
 

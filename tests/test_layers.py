@@ -63,13 +63,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 785,
+    "cli": 763,
     "integrations": 949,
-    "studies": 3444,
-    "studies/advise": 1181,
-    "studies/compare": 1293,
+    "studies": 3303,
+    "studies/advise": 1179,
+    "studies/compare": 1292,
     "studies/inspect": 1140,
-    "studies/ab": 989,
+    "studies/ab": 988,
     "tasks": 1705,
     "noise": 2551,
     "balance": 1206,

@@ -70,7 +70,7 @@ def keep(folder):
 
 
 def go_on(folder):
-    resume(Path(folder), monitor=Watcher())
+    framework.checked(resume(Path(folder), deadline=Deadline(), monitor=Watcher()))
     return "done"
 
 
@@ -90,7 +90,9 @@ def small(folder, add):
         settings = schema.Settings(
             task=tiny("shared"), add=add, optimizers="muon", budget=4.5, **CHOSEN
         )
-        start("compare", settings, Path(folder), monitor=Watcher())
+        framework.checked(
+            start("compare", settings, Path(folder), deadline=Deadline(), monitor=Watcher())
+        )
 
 
 # The study, and after how many samples another run of it is stopped.
@@ -227,7 +229,7 @@ def slow_study(folder):
     deadline, settings = Deadline(), Settings(task=tiny("slow"), budget=1e6, **CHOSEN)
     with framework.planned(ADVISE), deadline.signals():
         found = start("advise", settings, Path(folder), deadline=deadline, monitor=Watcher())
-    return found.stopped_by
+    return framework.checked(found).stopped_by
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
@@ -275,7 +277,8 @@ def trained_on(path, sharding="ddp"):
         trainer.check_task()
         for number in range(10, 13):
             trainer.step(torch.arange(4 * number, 4 * number + 4))
-        return torch.cat([x.flatten() for x in trainer.state().model.values()]).tolist()
+        weights, _ = context.states(trainer.model, trainer.optimizer)
+        return torch.cat([x.flatten() for x in weights.values()]).tolist()
 
 
 def test_a_task_starts_from_a_file_or_from_a_folder_of_two_processes(tmp_path):

@@ -60,8 +60,8 @@ def _run(arguments: list[str], began: float) -> int:
         return 0
     values = options.read(words)
     if command in COMMANDS:
-        code: int = getattr(import_module("steadygrad.cli.commands"), command)(values)
-        return code
+        getattr(import_module("steadygrad.cli.commands"), command)(values)
+        return 0
     from steadygrad.cli import studies
 
     return studies.command(command, values, began)

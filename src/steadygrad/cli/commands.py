@@ -1,27 +1,30 @@
-"""The commands beside the studies: functions of their options' values that give the exit code."""
+"""The commands beside the studies: functions of their options' values."""
 
-from collections.abc import Mapping
+import json
+import platform
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import resources
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from steadygrad._checks import InputError
+from steadygrad import __version__
+from steadygrad._checks import InputError, install
 from steadygrad.cli.console import emit, printable
-from steadygrad.cli.doctor import run as doctor
-
-__all__ = ["doctor", "init", "report", "tasks"]
 
 
-def report(values: Mapping[str, Any]) -> int:
+def report(values: Mapping[str, Any]) -> None:
     """Draws the page of a run again, and prints its path."""
     from steadygrad.studies.page import write
 
     emit(printable(str(write(values["RUN"]))))
-    return 0
 
 
-def tasks(values: Mapping[str, Any]) -> int:
+def tasks(values: Mapping[str, Any]) -> None:
     """Prints the name and the first line of each built-in task."""
     from steadygrad.tasks import BUILT_IN
 
@@ -30,10 +33,9 @@ def tasks(values: Mapping[str, Any]) -> int:
         about = (make_task.__doc__ or "").partition("\n")[0]
         emit(f"{name:{width}}  {about}")
     emit("\nOne of your own: steadygrad init my_task.py")
-    return 0
 
 
-def init(values: Mapping[str, Any]) -> int:
+def init(values: Mapping[str, Any]) -> None:
     """Writes a task that runs as it is; a file that exists is left alone."""
     name, path = values["FILE"], Path(values["FILE"])
     # A name that is not printable cannot be pasted; bytes that are no UTF-8 are not printable.
@@ -52,4 +54,84 @@ def init(values: Mapping[str, Any]) -> int:
             f"{error.strerror}. Remedy: another name, or another folder."
         ) from None
     emit(f"{name}: now run `steadygrad advise {quote(f'{name}:make_task')} --budget 2m`")
-    return 0
+
+
+def doctor(values: Mapping[str, Any]) -> None:
+    """Prints versions, the machine, a step on each device, gloo, and missing extras."""
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "steadygrad": __version__,
+        **{name: _version(name) for name in ("torch", "numpy", "numba")},
+        **_tried("import torch", _here),
+        **_tried("extras", _missing),
+    }
+    lines = [printable(f"{name:20}  {value}") for name, value in found.items()]
+    emit(json.dumps(found, indent=2) if values.get("json") else "\n".join(lines))
+
+
+def _tried(name: str, look: Callable[..., Any], *arguments: Any) -> dict[str, object]:
+    """The values of a look, or its error: an installation may be broken anywhere."""
+    try:
+        found = look(*arguments)
+    except Exception as error:
+        found = " ".join(f"fails: {type(error).__name__}: {error}".split())[:300]
+    return found if isinstance(found, dict) else {name: found or "works"}
+
+
+def _here() -> dict[str, object]:
+    import torch
+
+    from steadygrad.distributed import check_gloo
+
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    found: dict[str, object] = {name: torch.cuda.get_device_name(name) for name in devices}
+    # With the build, such as +cu130, which PyPI's metadata leave out.
+    found["torch"] = torch.__version__
+    found["threads"] = torch.get_num_threads()
+    found["instruction set"] = torch.backends.cpu.get_cpu_capability()
+    for device in ("cpu", *devices, *["mps"] * torch.backends.mps.is_available()):
+        found |= _tried(f"step on {device}", _step, device)
+    return found | _tried("loops kept in", _kept_in) | _tried("gloo", check_gloo)
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _missing() -> dict[str, str]:
+    """Extras of which a package is missing, and how to get them."""
+    lines = requires("steadygrad") or ()
+    needs = [re.match(r"([\w.-]+).*\bextra == .([\w-]+)", line) for line in lines]
+    absent = sorted({need[2] for need in needs if need and _version(need[1]) is None})
+    return {f"missing {extra}": install(extra) for extra in absent}
+
+
+def _step(device: str) -> str:
+    """One step of LANS, by loops or kernels where there are any, judged by multi-tensor calls."""
+    import torch
+
+    from steadygrad.optim import LANS, checks
+
+    own, other = torch.linspace(-1, 1, 100_000, device=device).repeat(2, 1).unbind()
+    own.grad, other.grad = own.cos(), other.cos()
+    checks.warn_once.cache_clear()  # what was said of one device is said of the next
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LANS([own]).step()
+    LANS([other], foreach=True).step()
+    torch.testing.assert_close(own, other)
+    # A step that finds none though it looks for them warns.
+    path = {"cpu": "compiled loops (Numba)", "cuda": "kernels (Triton), as multi-tensor calls"}
+    found = "multi-tensor calls" if caught else path.get(own.device.type, "multi-tensor calls")
+    return " ".join([found, *(f"({warning.message})" for warning in caught)])
+
+
+def _kept_in() -> str:
+    from numba.core.caching import FunctionCache
+
+    from steadygrad.optim.loops import layerwise
+
+    return str(FunctionCache(layerwise.weights_kernel).cache_path)

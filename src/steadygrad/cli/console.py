@@ -1,9 +1,10 @@
-"""Standard output and standard error, whatever they are connected to."""
+"""Standard output and standard error, whatever they are connected to, and a study's progress."""
 
 import io
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -13,6 +14,7 @@ from steadygrad._checks import InputError
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 # Of a table: spaces between columns, and the characters that a column of words keeps.
 GAP, LEAST = 2, 14
+EVERY = 30.0  # seconds between two lines of a log
 
 
 def printable(text: str) -> str:
@@ -100,3 +102,59 @@ def _head(name: str) -> tuple[str, str]:
     parts = name.split(" ")
     heads = ((" ".join(parts[:i]), " ".join(parts[i:])) for i in range(len(parts)))
     return min(heads, key=lambda lines: max(map(len, lines)))
+
+
+class Monitor:
+    """Shows a study's progress, for a person or in a log, and when the work and the budget end.
+
+    Args:
+        is_shown: Whether anything is written: by the first rank alone, and not if it is quiet.
+        budget_left: Seconds until the budget is over.
+        clock: Seconds that only ever grow.
+    """
+
+    def __init__(
+        self,
+        is_shown: bool,
+        budget_left: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True, **PLAIN)
+        self.budget_left, self.clock = budget_left, clock
+        self.drawn = is_shown and console.is_terminal
+        self.write = note if is_shown else lambda line: None
+        # What a line of a log holds, and a bar.
+        self.columns = (
+            progress.TextColumn("{task.description:<40}", markup=False),
+            progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[rest]}"),
+        )
+        self.bar = progress.Progress(
+            progress.BarColumn(), *self.columns, console=console, get_time=clock,
+            speed_estimate_period=600.0, transient=True, disable=not self.drawn,
+        )  # fmt: skip
+        self.bar.add_task("preparing", total=None, rest="")
+        (self.task,) = self.bar.tasks
+
+    def begin(self, total: int, done: int) -> None:
+        """Starts the clock; ``done`` of the work was done before."""
+        self.printed = self.clock()
+        self.bar.reset(self.task.id, total=total, completed=done)
+        if not self.drawn:
+            self.write(f"work done: {done:,} of {total:,}")
+
+    def advance(self, samples: int, what: str) -> None:
+        """Counts samples of work that were done, and names their trial."""
+        rest = f"left, budget {self.budget_left() / 60:.1f} min"
+        self.bar.update(self.task.id, advance=samples, description=printable(what), rest=rest)
+        if not self.drawn and self.clock() >= self.printed + EVERY:
+            self.printed = self.clock()
+            self.write(" ".join(str(column.render(self.task)) for column in self.columns))
+
+    def say(self, line: str) -> None:
+        """Prints a line for the user, above the bar."""
+        self.write(f"steadygrad: {printable(line)}")

@@ -13,15 +13,14 @@ import torch
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.cli.console import emit, note, printable, rendered
+from steadygrad.cli.console import Monitor, emit, note, printable, rendered
 from steadygrad.cli.options import options_of
-from steadygrad.cli.progress import Monitor
 from steadygrad.studies.deadline import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import dumps
 from steadygrad.studies.order import generators_kept
 from steadygrad.studies.page import PAGE
-from steadygrad.studies.run import Outcome, StudyFailed, conduct
+from steadygrad.studies.run import Outcome, conduct
 from steadygrad.studies.schema import Summary
 from steadygrad.tasks import Task
 
@@ -41,7 +40,6 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
 
     The budget counts from ``began``, a reading of ``time.monotonic()``.
     """
-    failed, is_main = None, launched()[0] == 0
     json, quiet = values.get("json", False), values.get("quiet", False)
     try:
         # What the task prints must not mix with --json.
@@ -50,16 +48,14 @@ def command(name: str, values: Mapping[str, Any], began: float) -> int:
     except StudyInterrupted as stopped:
         # Before the record was begun: there is nothing to report.
         return 128 + stopped.reason
-    except StudyFailed as error:
-        outcome, failed = error.outcome, error
-    if is_main:
+    if launched()[0] == 0:
         text = _shown(outcome.summary, outcome.page, sys.stderr if json else sys.stdout)
         text = printable(outcome.summary.answer) if quiet else text
         (note if json else emit)(text)
         if json:
             emit(dumps(outcome.summary, indent=2))
-    if failed:
-        raise failed
+    if outcome.failure:
+        raise outcome.failure
     return 128 + outcome.stopped_by if outcome.stopped_by else outcome.summary.exit_code
 
 
@@ -183,6 +179,8 @@ def _study(
         raise
     finally:
         torch.set_num_threads(threads)
+    if outcome.failure:
+        raise outcome.failure
     if outcome.stopped_by:
         signal.raise_signal(outcome.stopped_by)
     return StudyResult(outcome.summary, outcome.folder)

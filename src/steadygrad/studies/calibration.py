@@ -9,6 +9,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.studies.header import cores, memory_bytes
 from steadygrad.studies.order import Order
+from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 
 WARM_UP_STEPS = 4
@@ -36,18 +37,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def calibrate(
-    trainer: Trainer, *, workers: int, threads: int, budget: float, cluster: int = 0
-) -> tuple[float, int]:
+def calibrate(trainer: Trainer, settings: CommonSettings, cluster: int = 0) -> tuple[float, int]:
     """Chooses workers and threads, and measures the speed of a trial; sets the threads.
 
     On a CPU the speed is the task's own figure, unless the machine is slower than that. The trainer
-    is freshly started, before and afterwards; ``cluster`` is 0 for workers of this machine.
+    is freshly started, before and afterwards; ``cluster``: its workers, 0 for this machine's.
 
     Returns:
         Samples a second of one trial, and trials at a time.
     """
-    workers = _choose_workers(trainer, workers, threads, budget, cluster)
+    workers = _choose_workers(trainer, settings, cluster)
     measured, figure = measured_speed(trainer, trainer.task.batch_size), None
     if trainer.context.device.type == "cpu":
         figure = trainer.task.samples_per_second
@@ -57,24 +56,22 @@ def calibrate(
     return 2.0 ** (math.floor(4 * math.log2(measured)) / 4), workers
 
 
-def _choose_workers(
-    trainer: Trainer, asked: int, own_threads: int, budget: float, cluster: int
-) -> int:
+def _choose_workers(trainer: Trainer, settings: CommonSettings, cluster: int) -> int:
     device, alone = trainer.context.device.type, trainer.context.size == 1
-    asked = (cluster or asked) if alone else 1
+    asked = (cluster or settings.workers) if alone else 1
     if device != "cpu":
         return asked or (torch.cuda.device_count() if device == "cuda" else 1)
     threads, most = torch.get_num_threads(), cores()
-    if asked or own_threads:
-        if own_threads:
-            threads = own_threads
+    if asked or settings.threads:
+        if settings.threads:
+            threads = settings.threads
         # Ranks have the threads that their launcher gave them: they share the cores.
         elif alone:
             threads = min(GIVEN_THREADS, most if cluster else max(1, most // asked))
         torch.set_num_threads(threads)
         return asked or max(1, most // threads)
     workers = 1
-    if budget >= LEAST_BUDGET:
+    if settings.budget >= LEAST_BUDGET:
         # They fit into half of the memory.
         memory = memory_bytes() or 4 * WORKER_BYTES
         weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())

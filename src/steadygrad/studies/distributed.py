@@ -7,12 +7,13 @@ and prints; it tells the others.
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from steadygrad import shards
 from steadygrad._checks import InputError
@@ -25,6 +26,16 @@ StateDict = dict[str, Any]
 
 # Seconds for the backend's threads to come to rest.
 PAUSE = 0.25
+
+
+def on_host(state: StateDict) -> StateDict:
+    """A copy of a model's state in the host's memory: a step changes the original in place."""
+
+    def copied(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, Tensor)
+        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
+
+    return {name: tree_map(copied, value) for name, value in state.items()}
 
 
 class DistributedContext:
@@ -77,14 +88,12 @@ class DistributedContext:
             shards.shard_model(model)
         return model
 
-    @contextmanager
-    def averaging(self, wrapped: Any, enabled: bool) -> Iterator[None]:
+    def averaging(self, wrapped: Any, enabled: bool) -> AbstractContextManager[None]:
         """Whether a backward pass of a wrapped model exchanges gradients."""
         if self.sharding == "fsdp2":
             wrapped.set_requires_gradient_sync(enabled)
-        alone = self.sharding == "ddp" and not enabled
-        with wrapped.no_sync() if alone else nullcontext():
-            yield
+        alone: AbstractContextManager[None] = nullcontext()
+        return wrapped.no_sync() if self.sharding == "ddp" and not enabled else alone
 
     @guarded("The state_dict of model and optimizer")
     def states(self, model: nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:

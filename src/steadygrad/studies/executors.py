@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -56,15 +56,20 @@ class Workers:
         # before it can leave that to the coordinator.
         masks = hasattr(signal, "pthread_sigmask")  # not on Windows
         before = masks and signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # Nor does it run this one's script again, as spawn would, or take the standard library's
+        # modules from the tasks' folders, which are first here.
+        main, path = sys.modules["__main__"], sys.path[:]
+        sys.modules["__main__"] = ModuleType("__main__")
+        sys.path[:] = sorted(path, key=FOLDERS.__contains__)
         try:
-            with _bare():
-                return self.executor.submit(*call)
+            return self.executor.submit(*call)
         # An executor that broke while nothing ran says so here.
         except Exception as error:
             future: Future[Any] = Future()
             future.set_exception(error)
             return future
         finally:
+            sys.modules["__main__"], sys.path[:] = main, path
             if before is not False:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -79,48 +84,43 @@ class Workers:
             self._end(self.executor)
 
 
-@contextmanager
-def _bare() -> Iterator[None]:
-    """A process that is started meanwhile does not run this one's script again, as spawn would.
-
-    Nor does it take the standard library's modules from the tasks' folders, which are first here.
-    """
-    main, path = sys.modules["__main__"], sys.path[:]
-    sys.modules["__main__"] = ModuleType("__main__")
-    sys.path[:] = sorted(path, key=FOLDERS.__contains__)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"], sys.path[:] = main, path
-
-
-@contextmanager
-def cluster_workers(settings: Any, processes: int) -> Iterator[Workers | None]:
+def cluster_workers(settings: Any, processes: int) -> AbstractContextManager[Workers | None]:
     """The workers that ``--dask`` or ``--executor`` names; None where neither is given."""
     dask, executor = settings.dask, settings.executor
     named = [name for name, given in (("--dask", dask), ("--executor", executor)) if given]
     if not named:
-        yield None
-        return
+        return nullcontext()
     if processes > 1 or len(named) > 1:
         raise InputError(
             f"{' and '.join(named)}: expected one way to run trials, each in one process. Found "
             f"{len(named)}, in {processes} processes. Remedy: one of them, without torchrun."
         )
-    found = dask_workers(dask) if dask else made_workers(executor, settings.workers)
-    with closing(found):
-        yield found
+    return closing(dask_workers(dask) if dask else made_workers(executor, settings.workers))
 
 
 def local_workers(workers: int, runtime: Runtime) -> Workers | None:
-    """Worker processes of this machine; None where trials run in this process."""
+    """Worker processes of this machine, on its devices in turn; None where this process works."""
     if not workers:
         # As many as the plan reckons with, where this machine has the cores for them.
         enough = max(1, cores() // runtime.threads)
         workers = min(runtime.workers, enough) if runtime.device == "cpu" else runtime.workers
     if workers < 2 or launched()[1] > 1:
         return None
-    return process_workers(workers, cuda_devices() if runtime.device == "cuda" else ())
+    devices = cuda_devices() if runtime.device == "cuda" else [None]
+    context = multiprocessing.get_context("spawn")
+
+    def make() -> Executor:
+        queue = context.SimpleQueue()
+        for worker in range(workers):
+            queue.put(devices[worker % len(devices)])
+        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
+
+    def kill(executor: Any) -> None:
+        for process in list((getattr(executor, "_processes", None) or {}).values()):
+            process.kill()
+        _shut_down(executor)
+
+    return Workers(make, lambda: workers, end=kill)
 
 
 def cuda_devices() -> list[str]:
@@ -131,24 +131,6 @@ def cuda_devices() -> list[str]:
     count = torch.cuda.device_count()
     given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return [name.strip() for name in given.split(",")][:count]
-
-
-def process_workers(workers: int, devices: Sequence[str] = ()) -> Workers:
-    """Worker processes on this machine, each on one of ``devices``: names of CUDA devices."""
-    context = multiprocessing.get_context("spawn")
-
-    def make() -> Executor:
-        queue = context.SimpleQueue()
-        for worker in range(workers):
-            queue.put(devices[worker % len(devices)] if devices else None)
-        return ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), queue))
-
-    def kill(executor: Any) -> None:
-        for process in list((getattr(executor, "_processes", None) or {}).values()):
-            process.kill()
-        _shut_down(executor)
-
-    return Workers(make, lambda: workers, end=kill)
 
 
 def _begin_worker(parent: int, devices: Any) -> None:

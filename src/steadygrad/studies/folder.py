@@ -105,12 +105,11 @@ def identity(folder: Path) -> str:
     return hashlib.sha256(read_file(folder / HEADER)).hexdigest()
 
 
-def write_result(folder: Path, result: Result, run: str | None = None) -> None:
-    """Writes one result's file; ``run`` is the identity of its run. Default: the folder's."""
+def write_result(folder: Path, result: Result, run: str) -> None:
+    """Writes one result's file; ``run`` is the identity of its run."""
     path = folder / RESULTS / _name(result.key)
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-        run = identity(folder) if run is None else run
     replace_file(path, _text({**msgspec.to_builtins(result), "run": run}, None))
 
 

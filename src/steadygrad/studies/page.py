@@ -1,8 +1,4 @@
-"""A run becomes one HTML page: self-contained, without scripts and without the network.
-
-A study's page is its template, ``page.html``, over ``base.html``, and its module ``page``, whose
-``view(run, summary)`` gives the template the charts and tables that it shows.
-"""
+"""A run becomes one HTML page: self-contained, without scripts and without the network."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -12,7 +8,6 @@ from typing import Any
 
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from steadygrad._studies import module_of
 from steadygrad.studies import charts, text
@@ -58,18 +53,12 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_clean,
+        # Markup, a kind of text, stays as it is.
+        finalize=lambda value: text.clean(value) if type(value) is str else value,
     )
     names = ("interval", "loss", "percent", "show")
     found.filters |= {name: getattr(text, name) for name in names} | {"flat": _flat}
     return found
-
-
-def _clean(value: Any) -> Any:
-    """A text without characters that no page can hold; markup stays as it is."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return text.clean(value)
-    return value
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

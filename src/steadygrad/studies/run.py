@@ -12,7 +12,7 @@ import msgspec
 
 from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
-from steadygrad.studies import page
+from steadygrad.studies import page, work
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
 from steadygrad.studies.distributed import DistributedContext
@@ -25,6 +25,7 @@ from steadygrad.studies.folder import (
     RunError,
     create,
     dumps,
+    identity,
     read_run,
     refuse_links,
     summarize,
@@ -33,34 +34,22 @@ from steadygrad.studies.folder import (
 )
 from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.schema import FREE, Summary
-from steadygrad.studies.work import (
-    Coordinator,
-    Monitor,
-    Workplace,
-    make_trainer,
-    recorded_trainer,
-    trials_of,
-    workplace,
-)
+from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import Task
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise."""
+    """End of a study; ``stopped_by`` is the signal that ended it, 0 otherwise.
+
+    ``failure``: the error of a trial or of the page, which is to be raised once results are shown.
+    """
 
     folder: Path
     summary: Summary
     stopped_by: int = 0
+    failure: InputError | None = None
     page: Path | None = None
-
-
-class StudyFailed(InputError):
-    """A trial failed after the run was begun, or the page: ``outcome`` has the results."""
-
-    def __init__(self, message: str, outcome: Outcome) -> None:
-        super().__init__(message)
-        self.outcome = outcome
 
 
 _running = threading.Lock()
@@ -88,17 +77,17 @@ def conduct(
     out: Path | None = None,
     continued: Path | None = None,
     deadline: Deadline,
-    monitor: Monitor,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Starts or resumes a study, and draws its page, for the command line and for Python.
 
     SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
     by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
-    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``.
+    only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``. If
+    training diverges, the task's code raises, or no page can be written, the outcome says so.
 
     Raises:
         InputError: For anything that cannot be used, or if the budget was over before any answer.
-        StudyFailed: If training diverges, the task's code raises, or no page can be written.
         StudyInterrupted: By a signal before the run was begun.
     """
     if out is not None and continued is not None and out.resolve() != continued.resolve():
@@ -109,15 +98,12 @@ def conduct(
     now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]  # quick studies begin in one second
     folder = continued or out or Path(f"runs/{name}-{now}")
     common: Any = {"task": task, "deadline": deadline, "monitor": monitor}
-    failed: StudyFailed | None = None
     with _alone(), deadline.signals():
         try:
             if continued is None:
                 outcome = start(name, module_of(name, "schema").Settings(**given), folder, **common)
             else:
                 outcome = resume(folder, given, name=name, **common)
-        except StudyFailed as error:
-            outcome, failed = error.outcome, error
         except KeyboardInterrupt:
             if (folder / HEADER).exists():
                 monitor.say(f"stopped; --resume {folder} continues the run.")
@@ -127,12 +113,10 @@ def conduct(
                 outcome = replace(outcome, page=page.write(folder))
         except InputError as error:
             # Why a study failed matters more than why its page did.
-            failed = failed or StudyFailed(str(error), outcome)
-    if failed:
-        failed.outcome = outcome
-        raise failed
+            outcome = replace(outcome, failure=outcome.failure or error)
     too_little = getattr(module_of(name, "words"), "too_little", lambda summary: None)
-    if outcome.summary.status == "budget" and (why := too_little(outcome.summary)):
+    is_over = outcome.summary.status == "budget" and not outcome.failure
+    if is_over and (why := too_little(outcome.summary)):
         raise InputError(
             f"{why}. Found {str(outcome.folder)!r} unfinished. "
             f"Remedy: continue with --resume {outcome.folder} --budget TIME."
@@ -146,27 +130,19 @@ def start(
     folder: Path,
     *,
     task: Task | None = None,
-    deadline: Deadline | None = None,
-    monitor: Monitor,
+    deadline: Deadline,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Runs a study in an absent or empty folder; settings that cannot be used leave nothing there.
 
-    The task is loaded where none is given. A deadline ends the study early. Default: when the
-    budget, from now on, is over.
+    The task is loaded where none is given.
     """
-    deadline = deadline or Deadline()
     joined = DistributedContext.joined(deadline, resolve_device(settings.device), settings.sharding)
     with joined as context, cluster_workers(settings, context.size) as cluster:
         task = task or context.together(lambda: load(name, settings, {}))
-        trainer = make_trainer(name, task, settings, context)
+        trainer = work.make_trainer(name, task, settings, context)
         trainer.check_task()
-        speed, workers = calibrate(
-            trainer,
-            workers=settings.workers,
-            threads=settings.threads,
-            budget=settings.budget,
-            cluster=cluster.count() if cluster else 0,
-        )
+        speed, workers = calibrate(trainer, settings, cluster.count() if cluster else 0)
         plan_for = module_of(name, "trials").plan_for
         plan = plan_for(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(plan.largest_batch)
@@ -177,11 +153,7 @@ def start(
         folder = Path(context.gather(str(folder))[0])
         context.on_main(lambda: create(folder, header))
         context.on_main(lambda: remember(folder))
-        pool = cluster or local_workers(workers, header.runtime)
-        place = workplace(header, files, folder, trainer)
-        # From here on there is a run to keep.
-        deadline.limit(settings.budget)
-        return _run(place, folder, Results(), pool, monitor)
+        return _run(Run(folder, header, Results(), None), files, trainer, cluster, monitor)
 
 
 def resume(
@@ -190,8 +162,8 @@ def resume(
     *,
     name: str = "",
     task: Task | None = None,
-    deadline: Deadline | None = None,
-    monitor: Monitor,
+    deadline: Deadline,
+    monitor: work.Monitor,
 ) -> Outcome:
     """Goes on with a run that was killed or stopped, to the numbers it would have had.
 
@@ -202,7 +174,7 @@ def resume(
     settings = _agreed(run, name, given)
     header = msgspec.structs.replace(run.header, settings=settings)
     with understanding(folder):
-        complete = not trials_of(header, run.results)
+        complete = not work.trials_of(header, run.results)
         summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:
@@ -219,21 +191,18 @@ def resume(
             f"Python. Remedy: steadygrad.{header.study}(task, resume={str(folder)!r}) there."
         )
     refuse_links(folder)
-    deadline, device = deadline or Deadline(), resolve_device(header.runtime.device)
+    device = resolve_device(header.runtime.device)
     joined = DistributedContext.joined(deadline, device, settings.sharding)
     with joined as context, cluster_workers(settings, context.size) as cluster:
         # Only rank 0's machine knows which runs were begun there.
         files = context.gather(context.on_main(lambda: trusted(run, given)))[0] or {}
-        trainer = recorded_trainer(header, files, context, task)
+        trainer = work.recorded_trainer(header, files, context, task)
         lost = (f"results/{x} cannot be read: its trial is run again." for x in run.unreadable)
         for warning in (*changes(header, trainer), *lost):
             monitor.say(warning)
         # Read on every rank before one of them writes.
         context.gather(None)
-        deadline.limit(settings.budget)
-        pool = cluster or local_workers(settings.workers, header.runtime)
-        place = workplace(header, files, folder, trainer)
-        return _run(place, folder, run.results, pool, monitor)
+        return _run(replace(run, header=header), files, trainer, cluster, monitor)
 
 
 def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
@@ -258,12 +227,21 @@ def _agreed(run: Run, study: str, given: Mapping[str, Any]) -> Any:
 
 
 def _run(
-    place: Workplace, folder: Path, results: Results, pool: Workers | None, monitor: Monitor
+    run: Run,
+    files: Mapping[str, str],
+    trainer: Trainer,
+    cluster: Workers | None,
+    monitor: work.Monitor,
 ) -> Outcome:
-    """Runs all trials, and writes the summary however that ends."""
-    header, is_main = place.header, place.trainer.context.is_main
+    """Runs all trials of a run that is begun, and writes the summary however that ends."""
+    folder, header, results, context = run.folder, run.header, run.results, trainer.context
+    context.deadline.limit(header.settings.budget)
+    pool = cluster or local_workers(header.settings.workers, header.runtime)
+    # Other ranks may not see the folder.
+    own = identity(folder) if context.is_main else ""
+    place = work.Workplace(trainer, lambda samples: None, header, files, own)
     with understanding(folder):
-        coordinator = Coordinator(results, folder, place, pool, monitor)
+        coordinator = work.Coordinator(results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None
     try:
         coordinator.run()
@@ -273,15 +251,13 @@ def _run(
     except RunError:
         raise
     except InputError as error:
-        status, failure = "failed", error
+        status = "failed"
+        failure = InputError(
+            f"{error} The results are kept. --resume {folder} continues where the cause was "
+            "outside of the task's files; a changed task needs a new run."
+        )
+        failure.__cause__ = error
     summary = summarize(header, results, status)
-    if is_main:
+    if context.is_main:
         write_summary(folder, summary)
-    outcome = Outcome(folder, summary, reason)
-    if failure:
-        raise StudyFailed(
-            f"{failure} The results are kept. --resume {folder} continues where the cause was "
-            "outside of the task's files; a changed task needs a new run.",
-            outcome,
-        ) from failure
-    return outcome
+    return Outcome(folder, summary, reason, failure)

@@ -1,7 +1,4 @@
-"""Types that all studies share: settings, the header of a run, and the result of a trial.
-
-A study's own are in its ``schema`` module: ``Settings``, ``Header`` and the union ``RESULTS``.
-"""
+"""Types that all studies share: settings, the header of a run, and the result of a trial."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,8 +12,6 @@ from steadygrad.studies.text import show
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Few = Annotated[int, Meta(ge=0, le=64)]
-"""A number of things that are gone through one by one."""
 PositiveFloat = Annotated[float, Meta(gt=0, lt=1e300)]
 NonNegative = Annotated[float, Meta(ge=0, lt=1e300)]
 Key = tuple[str | int | float, ...]

@@ -1,10 +1,8 @@
 """One training loop for everything that the studies train and measure."""
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
-from steadygrad.studies.distributed import DistributedContext, StateDict
+from steadygrad.studies.distributed import DistributedContext, StateDict, on_host
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trials import seed_for
@@ -51,29 +49,6 @@ from steadygrad.tasks.task import EVALUATION_SIZE
 LOOK_EVERY = 16
 
 T = TypeVar("T")
-Scaling = Callable[[nn.Module], Any]
-
-
-@dataclass
-class State:
-    """A beginning of trainings, with whole tensors on the host.
-
-    Without an optimizer's ``state_dict`` a new one begins.
-    """
-
-    model: StateDict
-    optimizer: StateDict = field(default_factory=dict)
-
-
-def on_host(nest: Any) -> Any:
-    """A copy of a nest of dictionaries, lists and tensors in the host's memory."""
-
-    def copied(leaf: Any) -> Any:
-        # A copy of its own: the step that follows changes the original in place.
-        is_tensor = isinstance(leaf, Tensor)
-        return leaf.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
-
-    return tree_map(copied, nest)
 
 
 class Diverged(InputError):
@@ -83,13 +58,13 @@ class Diverged(InputError):
 class Trainer:
     """A task's model that can be put into any state, and measured or trained from there.
 
-    It computes in float16 or bfloat16 by autocast, in float64 throughout. ``micro_batch_size`` are
-    the most samples in one forward pass of a process. Default: the task's; without one, a whole
-    batch. ``keep_half_life`` is that of :class:`RateSetter`. Where losses need not be ``finite``,
-    training goes on after one that is not. ``scaling`` makes the gradient scaler of a model, and
-    may be exchanged before a restart. Default: torch's, in float16 only.
+    It computes in float16 or bfloat16 by autocast, in float64 throughout. ``keep_half_life`` is
+    that of :class:`RateSetter`. Where losses need not be ``finite``, training goes on after one
+    that is not. ``scaling`` makes the gradient scaler of a model, and may be exchanged before a
+    restart. Default: torch's, in float16 only.
 
     Attributes:
+        micro_batch_size: The most samples in one forward pass of a process.
         wrapped: The model, so that its backward pass averages gradients over all ranks.
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
@@ -103,10 +78,9 @@ class Trainer:
         seed: int,
         dtype: str,
         context: DistributedContext,
-        micro_batch_size: int | None = None,
         keep_half_life: bool = False,
         finite: bool = True,
-        scaling: Scaling | None = None,
+        scaling: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         if task.batch_size % context.size:
             raise InputError(
@@ -114,7 +88,7 @@ class Trainer:
                 f"batch_size = {task.batch_size}. Remedy: another --nproc-per-node."
             )
         self.task, self.seed, self.context = task, seed, context
-        self.micro_batch_size = micro_batch_size or task.micro_batch_size or len(task.train)
+        self.micro_batch_size = task.micro_batch_size or len(task.train)
         self.dtype: torch.dtype = getattr(torch, dtype)
         half = self.dtype is torch.float16
         self.scaling = scaling or (
@@ -129,11 +103,11 @@ class Trainer:
         self.wrapped = context.wrap(self.model)
         make, what = partial(task.optimizer, self.model), "Task.make_optimizer"
         context.together(lambda: check_optimizer_maker(make, self.model, task.lr, what))
-        context.together(lambda: self._begin(State({})))
-        if self._start and (saved := self._start.optimizer):
+        context.together(lambda: self._begin({}))
+        if self._start and (saved := self._start[1]):
             by_name = context.sharding == "fsdp2"
             fit = partial(fitting_optimizer, saved, self.model, self.optimizer, by_name=by_name)
-            self._start.optimizer = context.together(fit)
+            self._start = self._start[0], context.together(fit)
 
     def _make_anew(self, repeat: int) -> nn.Module:
         self.seed_everything("init", repeat)
@@ -142,8 +116,8 @@ class Trainer:
             dtype = torch.float64 if self.dtype is torch.float64 else None
             return model.to(self.context.device, dtype)
 
-    def _read_start(self) -> State | None:
-        """Loads the weights that runs begin from; the optimizer's state is as it was saved."""
+    def _read_start(self) -> tuple[StateDict, StateDict] | None:
+        """Loads the weights that runs begin from; the optimizer's state, if any, is as saved."""
         if self.task.start is None:
             return None
         weights, optimizer = read_start(self.task.start)
@@ -151,18 +125,17 @@ class Trainer:
         self.start_digest = digest_of(self.task.start)
         with guarded("The load_state_dict of the model"):
             self.model.load_state_dict(weights)
-        return State(weights, optimizer or {})
+        return weights, optimizer or {}
 
-    def _begin(self, state: State) -> None:
-        """Begins with a new optimizer, or with that of a state."""
+    def _begin(self, saved: StateDict) -> None:
+        """Begins with a new optimizer, in a state that was saved unless that is empty."""
         self._renew_optimizer()
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
         self.scaler = self.scaling(self.model)
         self.model.zero_grad()  # where there are gradients, torch makes no sharded states
-        if state.optimizer:
-            with guarded("The load_state_dict of the optimizer"):
-                self.context.load_optimizer(self.model, self.optimizer, state.optimizer)
+        if saved:
+            self.context.load_optimizer(self.model, self.optimizer, saved)
         self.set_rate(Rate())
         self.model.train()
         self.steps = 0
@@ -177,24 +150,16 @@ class Trainer:
 
     def restart(self, repeat: int = 0) -> None:
         """Goes back to a fresh model, each repeat with weights of its own, or to ``Task.start``."""
-        start = self._start
-        if start is None:
+        if self._start is None:
             fresh = self.context.together(lambda: self._make_anew(repeat))
-            start = State(on_host(fresh.state_dict()))
+            weights, saved = on_host(fresh.state_dict()), dict[str, Any]()
             del fresh
-        elif self.task.make_optimizer is not self._own_maker:
-            # A study has put another optimizer in its place, which begins without a state.
-            start = replace(start, optimizer={})
-        self.load(start)
-
-    def load(self, state: State) -> None:
-        """Begins from a state, at the task's own learning rate."""
-        self.context.load_model(self.model, state.model)
-        self._begin(state)
-
-    def state(self) -> State:
-        """A copy of the training's state in the host's memory."""
-        return State(*map(on_host, self.context.states(self.model, self.optimizer)))
+        else:
+            weights, saved = self._start
+            # A study may have put another optimizer in its place, which begins without a state.
+            saved = saved if self.task.make_optimizer is self._own_maker else {}
+        self.context.load_model(self.model, weights)
+        self._begin(saved)
 
     def seed_everything(self, *names: object) -> None:
         """Seeds Python's, numpy's and torch's generators for one trial."""
@@ -217,13 +182,13 @@ class Trainer:
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
-        state, after = together(self.state), fingerprints(self.model)
+        _, made = together(lambda: self.context.states(self.model, self.optimizer))
         if (start := self._start) is None:
+            after = fingerprints(self.model)
             together(lambda: check_model_maker(self._make_anew, before, after))
-        elif start.optimizer:
+        elif saved := start[1]:
             # The step began without the checkpoint's state, and made one of its own.
-            found, made = (x.optimizer["state"] for x in (start, state))
-            together(lambda: check_optimizer_state(found, made))
+            together(lambda: check_optimizer_state(saved["state"], made["state"]))
             self.restart()
             self.backward(torch.arange(size))
             with guarded("A step of the optimizer, with Task.start's state,"):
@@ -233,11 +198,12 @@ class Trainer:
     def check_rate(self) -> None:
         """Takes a step; refuses an optimizer whose steps are alike at two rates."""
         self.scaler.update(1.0)  # so that no step overflows
-        size, begin = self.task.batch_size, self.state()
+        begin = on_host(self.context.states(self.model, self.optimizer)[0])
+        size = self.task.batch_size
 
         def weights(steps: int, factor: float = 1.0) -> list[Any]:
             # Not a new scaler: for its hooks a compiled model would be compiled anew.
-            self.context.load_model(self.model, begin.model)
+            self.context.load_model(self.model, begin)
             self._renew_optimizer()
             self._losses.clear()
             self.seed_everything("rates")
@@ -392,7 +358,7 @@ class Trainer:
         self.steps += 1
 
     def look(self) -> list[float]:
-        """The mean losses over all ranks of the steps since :meth:`take_losses`.
+        """The mean losses over all ranks of the steps since the last restart.
 
         Raises:
             Diverged: If one of them is not finite.
@@ -410,19 +376,8 @@ class Trainer:
             self._looked_at.append(value)
         return self._looked_at
 
-    def take_losses(self) -> list[float]:
-        """The training losses of the steps since the last call."""
-        taken, self._looked_at = self.look(), []
-        return taken
-
     def run(
-        self,
-        order: Order,
-        start: int,
-        stop: int,
-        batch_size: int,
-        *,
-        rate: Rate | None = None,
+        self, order: Order, start: int, stop: int, batch_size: int, *, rate: Rate | None = None
     ) -> Iterator[int]:
         """Trains over the positions ``start`` to ``stop`` of an order; yields where each step ends.
 

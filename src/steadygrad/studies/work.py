@@ -1,12 +1,13 @@
 """Runs the trials of a study: one after another in this process, or side by side in workers."""
 
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -30,8 +31,10 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.schema import Header, Result
-from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.learning_rate import Rate
+from steadygrad.studies.order import main_order
+from steadygrad.studies.schema import Result
+from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
 from steadygrad.tasks.guard import reason
@@ -55,7 +58,7 @@ class Workplace:
     advance: Callable[[int], None]
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""  # its identity
+    run: str = ""  # its identity, for rank 0 to write its results
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,6 +73,53 @@ class Workplace:
         getattr(optimizer, "train", lambda: None)()
         self.advance(evaluation_cost(len(self.trainer.task.valid)))
         return loss
+
+    def train(
+        self,
+        batch_size: int,
+        samples: int,
+        seed: int,
+        rate: Rate,
+        *,
+        marks: Sequence[int] = (),
+        must_hold: bool = False,
+    ) -> tuple[tuple[int, float], ...]:
+        """Trains the task from its initial weights, and evaluates after each mark.
+
+        Arms that are trained with one seed begin with the same weights, and see the same samples
+        and random numbers. ``marks`` are numbers of samples. Default: the end alone. Samples seen
+        and validation losses are returned; the last loss is infinite where the training diverged,
+        which is an error where it ``must_hold``.
+        """
+        trainer, at, left = self.trainer, 0, sorted({*marks, samples})
+        found: list[tuple[int, float]] = []
+
+        def evaluate() -> None:
+            loss = self.evaluate()
+            if must_hold and not math.isfinite(loss):
+                raise Diverged(
+                    f"The validation loss should stay finite. Found {loss} after {trainer.steps} "
+                    f"steps. Remedy: a lower Task.lr than {trainer.task.lr:g}."
+                )
+            found.append((at, loss if math.isfinite(loss) else math.inf))
+
+        trainer.restart(seed)
+        trainer.seed_everything("run", seed)
+        order = main_order(len(trainer.task.train), trainer.seed, seed)
+        try:
+            for seen in trainer.run(order, 0, samples, batch_size, rate=rate):
+                self.advance(seen - at)
+                at = seen
+                if at >= left[0]:
+                    evaluate()
+                    left = [mark for mark in left if mark > at] or [samples + batch_size]
+            if not found or found[-1][0] < at:
+                evaluate()
+        except Diverged:
+            if must_hold:
+                raise
+            return *found, (samples, math.inf)
+        return tuple(found)
 
 
 class Monitor(Protocol):
@@ -86,11 +136,7 @@ class Monitor(Protocol):
 
 
 def trials_of(header: Any, results: Results) -> list[Trial]:
-    """The trials that a run still needs and that can run now, the most useful first.
-
-    Which these are is a pure function of the results: neither the number of workers nor an
-    interruption changes it.
-    """
+    """The trials that a run still needs and that can run now, by its results alone."""
     wanted: list[Trial] = module_of(header.study, "trials").trials_of(header, results)
     found = {trial.key: trial for trial in wanted if trial.key not in results}
     return [*found.values()]
@@ -157,8 +203,10 @@ class Coordinator:
         else:
             future = Future()
             self.place.advance = partial(self.monitor.advance, what=trial.what)
-            with _naming(trial):
+            try:
                 future.set_result(work_on(trial, self.place))
+            except InputError as error:
+                future.set_exception(error)
         self.running[future] = trial
 
     def _collect(self) -> bool:
@@ -167,12 +215,12 @@ class Coordinator:
         wait(self.running, 0.2, FIRST_COMPLETED)
         for future in [future for future in self.running if future.done()]:
             try:
-                with _naming(self.running[future]):
-                    found = future.result()
-            except (StudyInterrupted, InputError) as error:
+                found = future.result()
+            except StudyInterrupted:
                 del self.running[future]
-                if isinstance(error, InputError):
-                    raise
+            except InputError as error:
+                error.args = (f"{self.running.pop(future).what}: {error}",)
+                raise
             except Exception as error:  # a worker died, or cannot be reached
                 lost = error
             else:
@@ -218,16 +266,6 @@ class Coordinator:
         pool.close()
 
 
-@contextmanager
-def _naming(trial: Trial) -> Iterator[None]:
-    """Says in an error of a trial which one it was."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (f"{trial.what}: {error}",)
-        raise
-
-
 _lock = threading.Lock()
 
 
@@ -247,30 +285,15 @@ def _worker(folder: str, run: str, files: str) -> Workplace:
     header = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
-    return workplace(header, found, path, trainer)
+    return Workplace(trainer, lambda samples: None, header, found)
 
 
-def workplace(
-    header: Header, files: Mapping[str, str], folder: Path, trainer: Trainer
-) -> Workplace:
-    """The workplace of this process for the run in ``folder``."""
-    # Other ranks may not see the folder.
-    run = trainer.context.gather(identity(folder) if trainer.context.is_main else "")[0]
-    return Workplace(trainer, lambda samples: None, header, files, run)
-
-
-def make_trainer(
-    study: str,
-    task: Task,
-    settings: Any,
-    context: DistributedContext,
-    micro_batch_size: int | None = None,
-) -> Trainer:
+def make_trainer(study: str, task: Task, settings: Any, context: DistributedContext) -> Trainer:
     """A trainer of a task, as a study trains it."""
     names = {"seed", "dtype", "keep_half_life"}.intersection(vars(settings))
     options = {name: getattr(settings, name) for name in names}
     options |= getattr(module_of(study, "trials"), "TRAINING", {})
-    return Trainer(task, context=context, micro_batch_size=micro_batch_size, **options)
+    return Trainer(task, context=context, **options)
 
 
 def recorded_trainer(
@@ -283,8 +306,8 @@ def recorded_trainer(
     runtime = header.runtime
     torch.set_num_threads(runtime.threads)
     task = task or context.together(lambda: load_recorded_task(header, files))
-    settings, micro = header.settings, runtime.micro_batch_size
-    trainer = make_trainer(header.study, task, settings, context, micro)
+    trainer = make_trainer(header.study, task, header.settings, context)
+    trainer.micro_batch_size = runtime.micro_batch_size
     trainer.dependent = header.task.dependent
     trainer.second_moment = header.task.beta2 is not None
     return trainer

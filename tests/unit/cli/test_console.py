@@ -11,8 +11,7 @@ from rich.console import Console
 
 from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
-from steadygrad.cli.console import drawn, emit, note, printable, rendered
-from steadygrad.cli.progress import Monitor
+from steadygrad.cli.console import Monitor, drawn, emit, note, printable, rendered
 from tests.unit.cli.quick import ROOT
 
 

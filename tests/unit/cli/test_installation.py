@@ -9,7 +9,7 @@ import torch
 
 from steadygrad import __version__, distributed
 from steadygrad._checks import install
-from steadygrad.cli import doctor, main
+from steadygrad.cli import commands, main
 from steadygrad.optim import checks, loops
 from steadygrad.optim.loops import runtime
 
@@ -29,7 +29,7 @@ def examined(capsys, monkeypatch):
 
 def test_this_machine(examined, monkeypatch, capsys):
     # As PyPI's metadata, which leave out the build.
-    monkeypatch.setattr(doctor, "version", lambda package: "1.0")
+    monkeypatch.setattr(commands, "version", lambda package: "1.0")
     found = examined()
     assert found["steadygrad"] == __version__
     assert found["torch"] == torch.__version__
@@ -63,8 +63,8 @@ def test_what_is_broken_or_wrong_ends_nothing(examined, monkeypatch):
 
 def test_a_missing_extra_says_how_to_get_it(examined, monkeypatch):
     assert "missing cpu" not in examined()
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else real(name))
+    real = commands._version
+    monkeypatch.setattr(commands, "_version", lambda name: None if name == "numba" else real(name))
     found = examined()
     assert found["numba"] is None
     assert found["missing cpu"] == install("cpu")

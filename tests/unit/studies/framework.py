@@ -60,11 +60,13 @@ class Watcher:
         self.lines.append(line)
 
 
-def make_trainer(task=None, *, seed=0, dtype="float32", **options):
+def make_trainer(task=None, *, seed=0, dtype="float32", micro_batch_size=None, **options):
     """A trainer of the tiny task."""
     context = DistributedContext(Deadline())
     task = tiny_task.make_task() if task is None else task
-    return Trainer(task, seed=seed, dtype=dtype, context=context, **options)
+    trainer = Trainer(task, seed=seed, dtype=dtype, context=context, **options)
+    trainer.micro_batch_size = micro_batch_size or trainer.micro_batch_size
+    return trainer
 
 
 def weights(trainer):
@@ -103,7 +105,8 @@ def begin(
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
     with planned(plan, study):
         settings = kind(task=tiny(factory), **chosen)
-        return start(study, settings, folder, deadline=deadline, monitor=watcher), watcher
+        outcome = start(study, settings, folder, deadline=deadline, monitor=watcher)
+    return checked(outcome), watcher
 
 
 def go_on(folder, **given):
@@ -115,7 +118,14 @@ def part(folder, at, **given):
     """Resumes a run, and stops it after ``at`` samples of work."""
     deadline = Deadline()
     watcher = Watcher(at, lambda: deadline.limit(-1e9))
-    return resume(folder, given, deadline=deadline, monitor=watcher), watcher
+    return checked(resume(folder, given, deadline=deadline, monitor=watcher)), watcher
+
+
+def checked(outcome):
+    """An outcome, unless it is to be raised."""
+    if outcome.failure:
+        raise outcome.failure
+    return outcome
 
 
 def copy(folder, to):

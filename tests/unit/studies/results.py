@@ -97,7 +97,7 @@ def write(folder: Path, *results: Result, summary: dict[str, Any] | None = None)
         patch.setattr(os, "fsync", lambda handle: None)
         create(folder, make_header())
         for result in results:
-            write_result(folder, result)
+            write_result(folder, result, identity(folder))
         if summary is not None:
             write_summary(folder, summary)
     return read_run(folder)

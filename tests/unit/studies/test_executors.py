@@ -13,6 +13,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import TaskError
 from tests.refusals import refused
@@ -32,7 +33,8 @@ def calibrated(
     monkeypatch.setattr(place + "memory_bytes", lambda: 1 << 40)
     monkeypatch.setattr(place + "measured_speed", lambda *_: speed_of(torch.get_num_threads()))
     monkeypatch.setattr(place + "GIVEN_THREADS", given)
-    found = calibrate(trainer, workers=workers, threads=threads, budget=budget, cluster=cluster)
+    settings = CommonSettings(workers=workers, threads=threads, budget=budget)
+    found = calibrate(trainer, settings, cluster)
     return *found, torch.get_num_threads()
 
 
@@ -67,9 +69,9 @@ def test_workers_and_threads(monkeypatch, options, speeds, chosen):
 @pytest.mark.parametrize(("cores", "planned", "workers"), [(8, 3, 3), (4, 3, 2), (2, 3, None)])
 def test_workers_of_the_plan_have_the_cores_of_this_machine(monkeypatch, cores, planned, workers):
     monkeypatch.setattr(executors, "cores", lambda: cores)
-    monkeypatch.setattr(executors, "process_workers", lambda count, devices: count)
     runtime = msgspec.structs.replace(make_header().runtime, workers=planned, threads=2)
-    assert executors.local_workers(0, runtime) == workers
+    found = executors.local_workers(0, runtime)
+    assert (found and found.count()) == workers
 
 
 def test_ranks_keep_the_threads_that_their_launcher_gave_them(monkeypatch):

@@ -166,7 +166,7 @@ def test_a_result_that_cannot_be_read_is_left_out_and_named(tmp_path, damage):
     assert [one.loss for one in run.results.select(Training)] == [3.0]
     assert len(run.results.select(Noise)) == 1
     # It is trained again.
-    write_result(tmp_path / "run", make_training(2.0))
+    write_result(tmp_path / "run", make_training(2.0), identity(tmp_path / "run"))
     assert losses(tmp_path / "run") == [2.0, 3.0]
 
 
@@ -177,7 +177,7 @@ def test_foreign_and_half_written_files_are_no_results_and_unknown_fields_are_le
     own = run.folder / "results" / "training-0-256-0-0.json"
     fields(colour="red")(own)
     (run.folder / "results" / "training-0-256-0-7.json").write_bytes(own.read_bytes())
-    write_result(run.folder, make_training(2.0, arm=7))  # beyond the plan
+    write_result(run.folder, make_training(2.0, arm=7), identity(run.folder))  # beyond the plan
     rewrite_header(run.folder, lambda fields: fields.update(colour="red"))
     assert losses(run.folder) == [2.0]
     assert read_run(run.folder).unreadable == ("training-0-256-0-7.json", "training-7-256-0-0.json")
@@ -187,7 +187,7 @@ def test_results_of_another_run_are_left_out_and_named(tmp_path):
     """It differs in when it began, or in its seed."""
     write(tmp_path / "other", make_training(1.0), make_training(2.0, seed=1))
     create(tmp_path / "run", make_header(time={"created": "later"}))
-    write_result(tmp_path / "run", make_training(3.0))
+    write_result(tmp_path / "run", make_training(3.0), identity(tmp_path / "run"))
     moved = tmp_path / "other" / "results" / "training-0-256-0-1.json"
     moved.rename(tmp_path / "run" / "results" / moved.name)
     assert losses(tmp_path / "run") == [3.0]
@@ -244,8 +244,8 @@ def test_what_cannot_be_written_leaves_the_old_file_and_no_half_one(tmp_path, mo
     before = names(run.folder)
     monkeypatch.setattr(os, "fsync", fault)
     for call in (
-        lambda: write_result(run.folder, make_training(1.0)),
-        lambda: write_result(run.folder, make_training(1.0, seed=1)),
+        lambda: write_result(run.folder, make_training(1.0), identity(run.folder)),
+        lambda: write_result(run.folder, make_training(1.0, seed=1), identity(run.folder)),
         lambda: write_summary(run.folder, {}),
         lambda: replace_file(run.folder / "report.html", b"new"),
     ):

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.run import StudyFailed, resume
+from steadygrad.studies.run import resume
 from tests.refusals import refused
 from tests.unit.cli.quick import STUDIES, program, run_program
 from tests.unit.studies.framework import (
@@ -25,6 +26,7 @@ from tests.unit.studies.framework import (
     ROOT,
     Watcher,
     begin,
+    checked,
     copy,
     environment,
     go_on,
@@ -86,7 +88,7 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, 
         with dask("worker", address, *options) as one, dask("worker", address, *options):
             wait_for(lambda: workers_of(address) == 2)
             folder = copy(base, tmp_path / "run")
-            outcome = resume(folder, given, monitor=Watcher(1500, one.kill))
+            outcome = resume(folder, given, deadline=Deadline(), monitor=Watcher(1500, one.kill))
             assert outcome.summary.status == "complete"
             assert one.wait() == -signal.SIGKILL
             assert lines(folder) == lines(whole)
@@ -94,8 +96,10 @@ def test_a_dask_cluster_that_loses_a_worker_and_then_its_scheduler(base, whole, 
             assert left(folder) == FILES
 
             cut = copy(base, tmp_path / "cut")
-            with refused("--dask", "--resume", kind=StudyFailed):
-                resume(cut, given, monitor=Watcher(1500, process.kill))
+            with refused("--dask", "--resume"):
+                checked(
+                    resume(cut, given, deadline=Deadline(), monitor=Watcher(1500, process.kill))
+                )
     kept = lines(cut)
     assert 1 <= len(kept) < len(lines(whole))
     assert {*kept} < {*lines(whole)}

@@ -57,7 +57,9 @@ def test_stopped_and_resumed_to_the_same_numbers(base, whole, tmp_path):
 
 
 def test_a_budget_of_its_own_ends_a_resumed_run(base, tmp_path):
-    outcome = resume(copy(base, tmp_path / "run"), {"budget": 1e-6}, monitor=Watcher())
+    outcome = resume(
+        copy(base, tmp_path / "run"), {"budget": 1e-6}, deadline=Deadline(), monitor=Watcher()
+    )
     assert outcome.summary.status == "budget"
 
 
@@ -142,5 +144,5 @@ def test_a_run_whose_folder_is_a_link_is_left_alone(base, tmp_path):
 def test_a_record_of_another_study_is_refused(base):
     before = contents(base)
     with pytest.raises(InputError, match=r"steadygrad inspect.*steadygrad advise"):
-        resume(base, name="inspect", monitor=Watcher())
+        resume(base, name="inspect", deadline=Deadline(), monitor=Watcher())
     assert contents(base) == before

@@ -13,11 +13,11 @@ from steadygrad._checks import InputError
 from steadygrad.optim import LANS
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
-from steadygrad.studies.folder import create
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order, main_order, seed_for
+from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Diverged
-from steadygrad.studies.work import Workplace, work_on, workplace
+from steadygrad.studies.work import Workplace, work_on
 from steadygrad.tasks import TensorSamples
 from tests.unit.studies import tiny_task
 from tests.unit.studies.framework import PLAN, make_trainer, weights, worst
@@ -37,7 +37,7 @@ def test_micro_batches_change_no_number(micro):
         gradient = [parameter.grad.clone() for parameter in trainer.model.parameters()]
         trainer.restart()
         list(trainer.run(main_order(4096, 0), 0, 400, 20))
-        runs.append((gradient, weights(trainer), trainer.take_losses(), trainer.evaluate()))
+        runs.append((gradient, weights(trainer), trainer.look(), trainer.evaluate()))
     whole, split = runs
     # float64 sums of 20 numbers near one, in another order.
     assert worst(whole[0], split[0]) < 1e-14
@@ -83,11 +83,11 @@ def test_out_of_memory_halves_the_micro_batch():
         make_trainer(tiny_task.out_of_memory(0)).fit_micro_batch(8)
     # While the speed is measured as well.
     trainer = make_trainer(tiny_task.out_of_memory(3), micro_batch_size=4)
-    assert calibrate(trainer, workers=1, threads=1, budget=1e3)[0] > 0
+    assert calibrate(trainer, CommonSettings(workers=1, threads=1))[0] > 0
     assert (trainer.micro_batch_size, trainer.steps) == (2, 0)
 
 
-def test_memory_that_runs_out_in_a_trial_changes_this_trial_only(tmp_path, monkeypatch):
+def test_memory_that_runs_out_in_a_trial_changes_this_trial_only(monkeypatch):
     """The next one starts with the run's micro-batch again: its numbers are the same anywhere."""
     sizes = []
 
@@ -99,8 +99,7 @@ def test_memory_that_runs_out_in_a_trial_changes_this_trial_only(tmp_path, monke
     monkeypatch.setitem(TRIALS, "training", hungry)
     trainer = make_trainer(tiny_task.out_of_memory(), micro_batch_size=64)
     header = make_header(runtime=changed(RUNTIME, micro_batch_size=64))
-    create(tmp_path / "run", header)
-    place = workplace(header, {}, tmp_path / "run", trainer)
+    place = Workplace(trainer, lambda samples: None, header)
     for samples in (60, 8):
         work_on(trial(0, samples), place)
     assert sizes == [64, 32, 16, 64]
@@ -141,7 +140,7 @@ def test_worker_processes_that_make_batches_change_no_number():
         trainer = make_trainer(make_task(loader_workers=workers), micro_batch_size=3)
         trainer.seed_everything("run")
         list(trainer.run(main_order(4096, 0), 0, 80, 8))
-        found.append((trainer.take_losses(), trainer.evaluate(), draws()))
+        found.append((trainer.look(), trainer.evaluate(), draws()))
     assert found[0] == found[1]
     assert len(found[0][0]) == 10
     # They are handed numbers of samples as the training asks for them: the speed is measured

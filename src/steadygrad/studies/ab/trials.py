@@ -17,7 +17,6 @@ from steadygrad._checks import InputError
 from steadygrad.studies.ab.command import RunFailed, run_command
 from steadygrad.studies.ab.findings import Changes
 from steadygrad.studies.ab.schema import ITSELF, LARGEST, MOST, Header, Plan, Settings
-from steadygrad.studies.arms import train
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
@@ -213,4 +212,4 @@ def _validation_loss(place: Workplace, task: Task, arm: int, number: int) -> flo
     size = task.batch_size
     samples = max(1, place.header.plan.samples // size) * size  # whole steps
     own, rate = replace(place, trainer=trainers[str(arm)]), Rate(total=samples)
-    return train(own, size, samples, number, rate, must_hold=True)[-1][1]
+    return own.train(size, samples, number, rate, must_hold=True)[-1][1]

@@ -7,10 +7,10 @@ from markupsafe import Markup
 
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.schema import Summary
+from steadygrad.studies.charts import Row, differences
 from steadygrad.studies.folder import Run
 from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.paired import interval
-from steadygrad.studies.paired_page import Row, differences
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import plural, show
 

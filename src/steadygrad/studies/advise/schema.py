@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     samples: Positive
-    seeds: schema.Few
+    seeds: Annotated[int, Meta(ge=0, le=64)]
     samples_per_second: schema.PositiveFloat
     work: Positive
 

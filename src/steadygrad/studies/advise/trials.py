@@ -11,7 +11,6 @@ from steadygrad.studies.advise import plan as planning
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
-from steadygrad.studies.arms import train
 from steadygrad.studies.calibration import clock_of, measured_speed
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
@@ -67,8 +66,7 @@ def training(
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
     lengths = [samples] if arm or decays else planning.lengths_of(samples, settings.tolerance)
     windows = [planning.end_marks(length, decays=decays) for length in lengths]
-    found = train(
-        place,
+    found = place.train(
         size,
         samples,
         seed,

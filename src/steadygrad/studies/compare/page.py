@@ -8,7 +8,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from steadygrad.studies import charts, paired_page
+from steadygrad.studies import charts
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
 from steadygrad.studies.compare.findings import Optimizers
@@ -53,9 +53,9 @@ def _differences(rows: Sequence[Verdict], labels: Sequence[str]) -> Markup:
     for row in rows:
         apart = [own - row.baseline_losses[seed] for seed, own in row.losses.items()]
         label = charts.label(labels[row.arm], 30)
-        drawn.append(paired_page.Row(label, apart, row.mean, row.low, row.high))
+        drawn.append(charts.Row(label, apart, row.mean, row.low, row.high))
     spoken = "Paired differences of losses from AdamW's, with their confidence intervals."
-    return paired_page.differences("differences", spoken, drawn, "loss less AdamW's")
+    return charts.differences("differences", spoken, drawn, "loss less AdamW's")
 
 
 def _rates(evidence: Optimizers, arm: int, label: str) -> Markup | None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
-from steadygrad.studies.arms import train
 from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
 from steadygrad.studies.compare.plan import make_plan
@@ -95,7 +94,7 @@ def training(
     lr = entry.rate(own.batch_size / task.batch_size) * 2.0**step
     trainer.task = entry.task(task, lr, samples)
     try:
-        curve = train(place, own.batch_size, samples, seed, Rate(total=samples))
+        curve = place.train(own.batch_size, samples, seed, Rate(total=samples))
     finally:
         trainer.task = task
     loss = curve[-1][1]

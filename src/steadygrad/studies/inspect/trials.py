@@ -114,7 +114,7 @@ def _train(
             histograms.add(measured, culprits, nonfinite)
         before, kept = scaler.state_dict(), generators_kept(device)
         place.advance(size)
-    finite = [loss for loss in trainer.take_losses() if math.isfinite(loss)]
+    finite = [loss for loss in trainer.look()[first:] if math.isfinite(loss)]
     return histograms.part(
         plain=searching,
         steps=last,

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from steadygrad.studies.advise.schema import Settings
+from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.run import start
 from steadygrad.tasks import Task, TensorSamples
-from tests.unit.studies.framework import Watcher, speed_in_a_moment
+from tests.unit.studies.framework import Watcher, checked, speed_in_a_moment
 
 
 def make_model() -> nn.Module:
@@ -36,7 +37,8 @@ def advice(task, folder, **settings):
     known = {"task": "a Task object", "device": "cpu", "threads": 1, "workers": 1, "budget": 1e5}
     with speed_in_a_moment():
         chosen = Settings(**{**known, "samples": 256, "seeds": 5, **settings})
-        return start("advise", chosen, folder, task=task, monitor=Watcher()).summary
+        outcome = start("advise", chosen, folder, task=task, deadline=Deadline(), monitor=Watcher())
+    return checked(outcome).summary
 
 
 def test_where_a_larger_batch_only_takes_fewer_steps_the_smallest_is_advised(tmp_path):

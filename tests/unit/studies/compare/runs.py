@@ -16,7 +16,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import Workplace, trials_of
-from tests.unit.studies.framework import Watcher, make_trainer, speed_in_a_moment, tiny
+from tests.unit.studies.framework import Watcher, checked, make_trainer, speed_in_a_moment, tiny
 from tests.unit.studies.results import make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
@@ -39,7 +39,8 @@ def begin(folder, factory="make_task", *, plan, at, **settings):
     with pytest.MonkeyPatch.context() as patch, speed_in_a_moment():
         patch.setattr(trials, "make_plan", lambda *a, **k: plan)
         settings = Settings(task=tiny(factory), **chosen)
-        return start("compare", settings, folder, deadline=deadline, monitor=watcher), watcher
+        outcome = start("compare", settings, folder, deadline=deadline, monitor=watcher)
+    return checked(outcome), watcher
 
 
 class Places:

@@ -13,7 +13,6 @@ from steadygrad.studies.compare.schema import Settings
 from steadygrad.studies.compare.trials import NO_RATE, _state_bytes, measured, plan_for
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.page import render
-from steadygrad.studies.run import StudyFailed
 from steadygrad.studies.schema import Training
 from tests.unit.studies import tiny_task
 from tests.unit.studies.compare.runs import ADDED, Places, begin, planned
@@ -209,6 +208,6 @@ def test_steps_are_timed_for_a_twentieth_of_the_budget(monkeypatch, budget, turn
 def test_a_task_that_breaks_later_keeps_what_is_measured(tmp_path, monkeypatch):
     # So that it breaks in the search.
     monkeypatch.setattr("steadygrad.studies.compare.trials.TURNS", 3)
-    with pytest.raises(StudyFailed, match=r"Task\.per_sample_loss"):
+    with pytest.raises(InputError, match=r"Task\.per_sample_loss"):
         begin(tmp_path / "run", "loss_raises_later", at=None, plan=SMALL, optimizers="lans")
     assert read_run(tmp_path / "run").summary["status"] == "failed"

@@ -10,7 +10,7 @@ from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize
 from steadygrad.studies.inspect.schema import Histogram, Part, Phase, Settings
 from steadygrad.studies.run import start
-from tests.unit.studies.framework import Watcher, speed_in_a_moment
+from tests.unit.studies.framework import Watcher, checked, speed_in_a_moment
 from tests.unit.studies.results import RUNTIME, changed, make_header
 
 STUDIES = Path(__file__).parent.parent
@@ -35,7 +35,7 @@ def look(folder, task, *, steps=16, at=None, monitor=None, **settings):
     monitor = monitor or Watcher(at, lambda: deadline.limit(-1e9))
     with speed_in_a_moment():
         settings = Settings(task=task, steps=steps, workers=1, **chosen)
-        return start("inspect", settings, folder, deadline=deadline, monitor=monitor)
+        return checked(start("inspect", settings, folder, deadline=deadline, monitor=monitor))
 
 
 def parts_of(folder, phase=None):
