@@ -18,15 +18,15 @@ STUDIES = {
 def module_of(study: str, name: str) -> ModuleType:
     """A module of a study, loaded when it is needed: no study loads another one's.
 
-    What is looked up here imports none of those who look:
+    These modules do not import the shared code that looks them up here:
 
     - ``schema``: ``Settings``, ``EXAMPLE``, ``Header``, ``Summary`` and ``RESULTS``
-    - ``trials``: ``TRIALS``, a function ``(plan, place, **parameters) -> Result`` for each kind;
+    - ``trials``: ``TRIALS``, a function ``(plan, place, *key, **given) -> Result`` for each kind;
       ``plan_for(settings, trainer, *, speed, workers)`` and ``trials_of(header, results)``; perhaps
       ``TRAINING``, options of the trainer that no setting names, and ``load(settings, files)``
       where the settings do not name one task
     - ``findings``: ``summarize(header, results, status)``, a pure function
     - ``words``: perhaps ``too_little(summary)``, why there is no result at all, or None
-    - ``page``: ``view(run, summary)``, the charts and tables of the page
+    - ``page``: ``view(run, summary)``, the charts and tables of the template ``page.html``
     """
     return import_module(f"steadygrad.studies.{study}.{name}")

@@ -41,7 +41,7 @@ def calibrate(trainer: Trainer, settings: CommonSettings, cluster: int = 0) -> t
     """Chooses workers and threads, and measures the speed of a trial; sets the threads.
 
     On a CPU the speed is the task's own figure, unless the machine is slower than that. The trainer
-    is freshly started, before and afterwards; ``cluster``: its workers, 0 for this machine's.
+    is freshly started, before and afterwards; ``cluster``: the number of its workers, 0 without.
 
     Returns:
         Samples a second of one trial, and trials at a time.

@@ -29,7 +29,7 @@ PAUSE = 0.25
 
 
 def on_host(state: StateDict) -> StateDict:
-    """A copy of a model's state in the host's memory: a step changes the original in place."""
+    """A copy of a state in the host's memory: a step changes the original in place."""
 
     def copied(leaf: Any) -> Any:
         is_tensor = isinstance(leaf, Tensor)

@@ -99,7 +99,7 @@ def cluster_workers(settings: Any, processes: int) -> AbstractContextManager[Wor
 
 
 def local_workers(workers: int, runtime: Runtime) -> Workers | None:
-    """Worker processes of this machine, on its devices in turn; None where this process works."""
+    """Worker processes of this machine, a device each; None where trials run in this process."""
     if not workers:
         # As many as the plan reckons with, where this machine has the cores for them.
         enough = max(1, cores() // runtime.threads)

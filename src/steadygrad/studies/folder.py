@@ -192,7 +192,8 @@ def _read_result(path: Path, run: str, header: Header) -> Result | None:
         found = read_json(path)
         result: Result = msgspec.convert(found, kinds, strict=False)
         fits = found.get("run") == run and path.name == _name(result.key)
-        if fits and getattr(result, "arm", 0) < len(getattr(header.plan, "arms", "one")):
+        # Of a study without arms any result fits.
+        if fits and getattr(result, "arm", 0) < len(getattr(header.plan, "arms", [0])):
             return result
     return None
 

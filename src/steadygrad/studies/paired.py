@@ -154,9 +154,14 @@ def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
 
 
 class Told(NamedTuple):
-    """A comparison after all pairs: the mean of a :class:`Course` with its interval.
+    """A comparison of B with A after all pairs.
 
-    ``variance`` is that of one difference; ``lost`` are the failed runs of A and of B.
+    Attributes:
+        mean: Mean of B's less A's metric or, once a run has failed, of the shares of failed runs.
+        low: Lower end of its interval; ``high`` is the upper one.
+        variance: Of one difference; NaN by a single pair.
+        lost: Failed runs of A and of B.
+        is_told: Whether the interval leaves out zero.
     """
 
     mean: float
@@ -168,10 +173,11 @@ class Told(NamedTuple):
 
 
 def tell(a: Floats, b: Floats, alpha: float = ALPHA, choice: float = 0.0) -> Told:
-    """Compares metrics of all pairs, as :func:`compare` does after each."""
+    """Compares metrics of one pair or more, NaN of a failed run: the end of a :class:`Course`."""
     mean, half, failed = (part[-1].item() for part in compare(a, b, alpha, choice))
     lost = np.isnan([a, b])
-    variance = float((1.0 * lost[1] - lost[0] if failed else b - a).var(ddof=1))
+    apart = 1.0 * lost[1] - lost[0] if failed else b - a
+    variance = float(apart.var(ddof=1)) if len(apart) > 1 else math.nan
     failures = int(lost[0].sum()), int(lost[1].sum())
     return Told(mean, mean - half, mean + half, variance, failures, abs(mean) > half)
 
@@ -179,10 +185,12 @@ def tell(a: Floats, b: Floats, alpha: float = ALPHA, choice: float = 0.0) -> Tol
 def judged(
     pairs: int, judge: Callable[[int], Any], most: int = MOST, first: int = FIRST
 ) -> tuple[Any, int]:
-    """The verdict of the last look so far, and the pairs to train: up to the next, if one follows.
+    """The verdict of the last look, None before the first, and how many pairs to train.
 
-    ``judge`` gives the verdict by so many of the ``pairs``; none follows one that ``is_final``.
-    Before the ``first`` look the verdict is None.
+    ``judge`` gives the verdict by so many of the ``pairs`` that are there. The pairs to train are
+    those of the next look; of the last one, once a verdict ``is_final`` or there are the ``most``.
+    The ``first`` look needs enough pairs for a verdict: more where several comparisons share an
+    error.
     """
     found, needed = None, first
     while needed <= pairs:

@@ -239,7 +239,7 @@ def _run(
     pool = cluster or local_workers(header.settings.workers, header.runtime)
     # Other ranks may not see the folder.
     own = identity(folder) if context.is_main else ""
-    place = work.Workplace(trainer, lambda samples: None, header, files, own)
+    place = work.Workplace(trainer, header=header, files=files, run=own)
     with understanding(folder):
         coordinator = work.Coordinator(results, folder, place, pool, monitor)
     status, reason, failure = "complete", 0, None

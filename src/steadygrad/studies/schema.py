@@ -104,7 +104,7 @@ class Training(Result, frozen=True, tag="training"):
         lr: Peak learning rate; 0 where a command or a function decides.
         loss: The metric at the end; infinite if the training diverged or failed.
         curve: Samples seen and validation loss on the way, and at the end.
-        failure: Why there is no metric; empty where there is, and of one that diverged.
+        failure: Why a run of ``ab`` has no metric; else empty.
         again: The metric of a function that is called with the first pair's seed once more.
     """
 

@@ -64,7 +64,8 @@ class Trainer:
     restart. Default: torch's, in float16 only.
 
     Attributes:
-        micro_batch_size: The most samples in one forward pass of a process.
+        micro_batch_size: The most samples in one forward pass of a process. Default: the task's;
+            without one, a whole batch.
         wrapped: The model, so that its backward pass averages gradients over all ranks.
         dependent: Whether a sample's loss depends on the rest of its batch; no batch is cut then.
         second_moment: Whether the second of two betas is a second moment's decay.
@@ -128,7 +129,7 @@ class Trainer:
         return weights, optimizer or {}
 
     def _begin(self, saved: StateDict) -> None:
-        """Begins with a new optimizer, in a state that was saved unless that is empty."""
+        """Begins with a new optimizer; ``saved`` is its state, empty for none."""
         self._renew_optimizer()
         if hasattr(self.scaler, "remove"):
             self.scaler.remove()  # its hooks would scale for the next one too
@@ -182,12 +183,13 @@ class Trainer:
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
-        _, made = together(lambda: self.context.states(self.model, self.optimizer))
         if (start := self._start) is None:
             after = fingerprints(self.model)
             together(lambda: check_model_maker(self._make_anew, before, after))
         elif saved := start[1]:
-            # The step began without the checkpoint's state, and made one of its own.
+            # The step began without the checkpoint's state, and made one of its own; on the host,
+            # as the device has no room for two.
+            made = together(lambda: on_host(self.context.states(self.model, self.optimizer)[1]))
             together(lambda: check_optimizer_state(saved["state"], made["state"]))
             self.restart()
             self.backward(torch.arange(size))
@@ -358,7 +360,7 @@ class Trainer:
         self.steps += 1
 
     def look(self) -> list[float]:
-        """The mean losses over all ranks of the steps since the last restart.
+        """For each step since the last restart, its loss averaged over the ranks.
 
         Raises:
             Diverged: If one of them is not finite.

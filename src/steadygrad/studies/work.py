@@ -55,10 +55,10 @@ class Workplace:
 
     trainer: Trainer
     # Told how many samples of work are done, as they are done.
-    advance: Callable[[int], None]
+    advance: Callable[[int], None] = lambda samples: None
     header: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""  # its identity, for rank 0 to write its results
+    run: str = ""  # its identity, which rank 0 writes into each result
     # What a study's trials make once.
     tools: Mapping[str, Any] = field(default_factory=dict)
 
@@ -285,7 +285,7 @@ def _worker(folder: str, run: str, files: str) -> Workplace:
     header = read_header(path)
     deadline, device = Deadline(stop=path / STOP_FILE), header.runtime.device
     trainer = recorded_trainer(header, found, DistributedContext(deadline, device=device))
-    return Workplace(trainer, lambda samples: None, header, found)
+    return Workplace(trainer, header=header, files=found)
 
 
 def make_trainer(study: str, task: Task, settings: Any, context: DistributedContext) -> Trainer:

@@ -2,11 +2,13 @@
 
 import argparse
 import copy
+import gc
 import json
 import math
 import os
 import pickle
 import sys
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ from torch.optim import SGD, AdamW
 
 from steadygrad._checks import InputError
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import TaskError
 from steadygrad.tasks.start import digest_of, files_of, fitting_weights, read_start
 from tests.refusals import refused
@@ -161,6 +164,21 @@ def test_every_run_goes_on_from_the_checkpoint(tmp_path, save):
         for number in range(10, 13):
             trainer.step(torch.arange(4 * number, 4 * number + 4))
         assert worst(weights(trainer), weights(training)) == 0
+
+
+def test_a_state_that_is_checked_does_not_stay_beside_the_next_one(tmp_path, monkeypatch):
+    """A device may have room for one."""
+    trainer, alive, restart = begun(tmp_path / "saved"), [], Trainer.restart
+
+    def watched(self):
+        states = [weakref.ref(x) for own in self.optimizer.state.values() for x in own.values()]
+        restart(self)
+        gc.collect()
+        alive.append((len(states), sum(state() is not None for state in states)))
+
+    monkeypatch.setattr(Trainer, "restart", watched)
+    trainer.check_task()
+    assert [left for made, left in alive if made] == [0, 0]
 
 
 def test_another_optimizer_begins_without_the_state(tmp_path):

@@ -10,10 +10,11 @@ import numpy as np
 from msgspec.structs import replace
 from scipy import special
 
+from steadygrad.studies import paired
 from steadygrad.studies.ab import words
 from steadygrad.studies.ab.schema import ITSELF, MOST, Arm, Comparison, Doubt, Header, Summary
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import Course, Evidence, Floats, compare, losses_of, pairs_needed
+from steadygrad.studies.paired import Course, Evidence, Floats
 from steadygrad.studies.schema import Training
 
 
@@ -38,7 +39,7 @@ def judge(a: Floats, b: Floats, alpha: float, smallest: float = 0.0) -> Verdicts
     seed is not used, and little of an accuracy on some samples. Equal metrics tell once a change in
     a tenth of the seeds would have shown with the probability 1 - ``alpha``, after 29 pairs.
     """
-    course, n = compare(a, b, alpha), np.arange(1, 1 + a.shape[-1])
+    course, n = paired.compare(a, b, alpha), np.arange(1, 1 + a.shape[-1])
     mean, half, failed = course
     varies, rare = values_of(a) == n, 0.9**n <= alpha
     repeated = ~failed & np.stack([is_one_run(a, b), is_one_run(b, a)])
@@ -110,7 +111,7 @@ class Changes(Evidence):
 
     def metrics(self, *arms: int) -> Floats:
         """Metrics of arms, NaN of a failed run, in their whole pairs before the first gap."""
-        return losses_of(*map(self.runs, arms))
+        return paired.losses_of(*map(self.runs, arms))
 
     def judged(self, arm: int) -> Verdicts:
         """A B against A, after each pair; A against itself is never decided.
@@ -149,9 +150,8 @@ class Changes(Evidence):
         if not pairs:
             return found
         a, b = self.metrics(0, arm)[:, :pairs]
-        mean, half, failed = (part[pairs - 1].item() for part in told.course)
-        failures = int(np.isnan(a).sum()), int(np.isnan(b).sum())
-        found = replace(found, mean=mean, low=mean - half, high=mean + half, failed=failures)
+        now, failed = paired.tell(a, b, self.alpha), bool(np.isnan(b - a).any())
+        found = replace(found, mean=now.mean, low=now.low, high=now.high, failed=now.lost)
         for doubt, arms in self.doubts(arm, pairs):
             if arms:
                 return replace(found, doubt=doubt, arms=tuple(self.names[one] for one in arms))
@@ -160,11 +160,11 @@ class Changes(Evidence):
         if told.negligible[pairs - 1]:
             return replace(found, verdict="no difference")
         if told.decided[pairs - 1]:
-            is_better = (mean < 0) == (self.settings.goal == "min" or failed)
+            is_better = (now.mean < 0) == (self.settings.goal == "min" or failed)
             return replace(found, verdict="better" if is_better else "worse")
-        if self.is_itself or failed or pairs == 1 or half == 0:
+        if self.is_itself or failed or pairs == 1 or now.low == now.high:
             return found
-        return self._with_forecast(found, float((b - a).var(ddof=1)))
+        return self._with_forecast(found, now.variance)
 
     def _with_spread(self, found: Comparison, a: Floats, b: Floats) -> Comparison:
         """The comparison with the verdicts of single pairs; of A alone, with its noise."""
@@ -182,7 +182,8 @@ class Changes(Evidence):
 
     def _with_forecast(self, found: Comparison, variance: float) -> Comparison:
         """The comparison with the pairs and the hours that should be enough."""
-        enough = pairs_needed(found.mean, variance, self.alpha, self.settings.smallest_effect)
+        smallest = self.settings.smallest_effect
+        enough = paired.pairs_needed(found.mean, variance, self.alpha, smallest)
         if enough is None:
             return found
         others = range(1, len(self.names))

@@ -98,7 +98,7 @@ class Pairs:
         if not np.isfinite(self.finals).all():
             return (np.inf,) * 3
         mean, low, high = interval(self.behind(self.grid), prior=self.prior)
-        # The interval ends where no higher overhead is above.
+        # The upper end is the first overhead from which on the loss is surely not higher.
         above = np.logical_or.accumulate((high > 0)[::-1])[::-1]
         return self._first(mean <= 0), self._first(low <= 0), self._first(~above)
 
@@ -196,7 +196,7 @@ class BatchSizes(Evidence):
         return samples
 
     def lengths(self, samples: int) -> list[int]:
-        """Lengths of the smallest batch's trainings: where its rate decays, all that are known."""
+        """Lengths of the smallest batch's trainings: one passes all, unless its rate decays."""
         decays = self.task.lr_decay != "none"
         return lengths_of(samples, self.settings.tolerance) if decays else [samples]
 
@@ -246,7 +246,7 @@ class BatchSizes(Evidence):
 
     @property
     def rates(self) -> dict[int, dict[float, OtherRate]]:
-        """By arm, other rates beside the smallest batch's and the recommended one's.
+        """For the smallest batch and the recommended one, other learning rates by octave.
 
         Those without a look are left out.
         """

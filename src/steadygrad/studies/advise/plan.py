@@ -90,7 +90,7 @@ def make_plan(
         need = FEWER * (least * one + rest) / workers + start_up(workers)
         raise _too_small(settings, need, own)
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
-    # Pairs beyond the last whole look would tell nothing.
+    # 4, 5, 6, 7, 8, 10, 12, 15, ...: pairs between two looks would tell nothing.
     arms, seeds = sizes_of(batch_size, most, world), looked(settings.seeds or MOST)
     return Plan(
         arms=arms,

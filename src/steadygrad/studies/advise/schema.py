@@ -16,7 +16,10 @@ KEEP = (
 )
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
 TUNE = "Search the learning rate of each batch size, and compare them at their own best."
-SEEDS = "Most seeds of each batch size, 4 to 64. 0 or auto: as many as the budget allows."
+SEEDS = (
+    "Most seeds of each batch size: 4, 5, 6, 7, 8, 10, 12, 15 and so on to 64, rounded down. 0 or "
+    "auto: as many as the budget allows."
+)
 
 # For `--help`.
 EXAMPLE = "steadygrad advise digits-deep --tolerance 0.5 --workers 4"

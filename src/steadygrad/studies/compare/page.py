@@ -28,7 +28,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     rows, runs = found.verdicts if found else [], run.results.select(Training)
     # The baselines' too.
     arms = sorted({arm for row in rows for arm in (row.arm, plan.baseline(row.arm))})
-    panels = [_rates(evidence, arm, label) for arm, label in enumerate(labels)]
+    panels = [_rates(evidence, arm, labels[arm], one.tried) for arm, one in enumerate(tuned)]
     return {
         "found": found,
         "titles": titles,
@@ -58,11 +58,12 @@ def _differences(rows: Sequence[Verdict], labels: Sequence[str]) -> Markup:
     return charts.differences("differences", spoken, drawn, "loss less AdamW's")
 
 
-def _rates(evidence: Optimizers, arm: int, label: str) -> Markup | None:
+def _rates(
+    evidence: Optimizers, arm: int, label: str, searched: Mapping[int, float]
+) -> Markup | None:
     """Losses of one arm over the learning rate: means of the search, and the seeds of the pairs."""
-    length, pairs = evidence.plan.samples, [*evidence.pairs(arm).values()]
-    tried = {}
-    for octave, loss in evidence.tuned(arm).tried.items():
+    length, pairs, tried = evidence.plan.samples, [*evidence.pairs(arm).values()], {}
+    for octave, loss in searched.items():
         run, *_ = evidence.trainings(arm, length, octave).values()
         tried[run.lr] = loss
     known = [*tried.items(), *((run.lr, run.loss) for run in pairs)]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.schema import Arm, Plan, Settings
@@ -17,18 +18,19 @@ PAIRS = 10
 def make_plan(
     settings: Settings,
     optimizers: Sequence[str],
+    task: Any,
     *,
-    batch_size: int,
-    train_size: int,
     speed: float,
     workers: int,
-    valid_size: int,
+    world: int = 1,
 ) -> Plan:
     """Chooses trainings so long that about ten pairs of each arm fit the budget.
 
-    One of ``workers`` trials at a time has ``speed`` samples a second; an evaluation has
-    ``valid_size`` samples, and no batch more than ``train_size``.
+    One of ``workers`` trials at a time has ``speed`` samples a second, by ``world`` processes.
     """
+    batch_size, train_size = task.batch_size, len(task.train)
+    # A task's own evaluation is done whole on every rank.
+    valid_size = len(task.valid) * (world if task.evaluate else 1)
     multiples = _multiples(settings.batches, train_size // batch_size)
     arms = tuple(Arm(name, batch_size * multiple) for multiple in multiples for name in optimizers)
     # Whole trainings, and halves of baselines.

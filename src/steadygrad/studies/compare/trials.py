@@ -48,13 +48,11 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     plan = make_plan(
         settings,
         tuple(entries),
-        batch_size=task.batch_size,
-        train_size=len(task.train),
+        task,
         # All have as many trials, so that the mean time of their steps counts.
         speed=speed / slower,
         workers=workers,
-        # A task's own evaluation is done whole on every rank.
-        valid_size=len(task.valid) * (trainer.context.size if task.evaluate else 1),
+        world=trainer.context.size,
     )
     traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
     return msgspec.structs.replace(plan, costs=costs, traits=traits)

@@ -1,7 +1,7 @@
 """The trials of ``inspect``: which there are, what they do with a trainer, and what they count.
 
-The phases that use one loss scale and that find scales do not need each other. The phase that tries
-the proposed scales needs both: the proposal is arithmetic on what they recorded.
+The phase with one loss scale and the phase that finds scales are independent. The third one needs
+both: the scales that it tries are arithmetic on what they recorded.
 """
 
 import math

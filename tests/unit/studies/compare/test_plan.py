@@ -21,11 +21,9 @@ def plan_for(budget, *, speed=200.0, workers=1, names=NAMES, **settings):
     return make_plan(
         Settings(budget=budget, **settings),
         names,
-        batch_size=4,
-        train_size=len(make_task().train),
+        make_task(),
         speed=speed,
         workers=workers,
-        valid_size=64,
     )
 
 
