@@ -1,4 +1,4 @@
-"""What a task's own functions return, checked before a study trains: see ``Trainer.check_task``."""
+"""A task's own functions: what they raise, in one line, and checks of what they return."""
 
 import math
 import zlib
@@ -13,10 +13,52 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad._checks import InputError
-from steadygrad.tasks.guard import TaskError, guarded
 
 # Differences of losses, over their mean, that are rounding, with products in TF32 too.
 ALIKE = 2.0**-8
+# CUDA's and MPS's allocators, the CPU's (Windows, Linux), cuBLAS and cuSOLVER.
+PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "status_alloc_failed")
+
+
+class TaskError(InputError):
+    """A task's own code raised, or returned a value that cannot be used.
+
+    What it raised is the ``__cause__``, with its traceback.
+    """
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line.
+
+    Raises:
+        TaskError: From what was raised, unless that is a readable line; ``what`` names the piece.
+    """
+    try:
+        yield
+    # GeneratorExit closes a generator around this block.
+    except (InputError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TaskError(
+            f"{what} should run without an error. Found {reason(error)}. "
+            "Remedy: --debug shows the traceback."
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """The kind of an error and the first line of its message, if it has one."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(": ")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in PHRASES):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError
 from steadygrad.numerics import wide
-from steadygrad.tasks.check import evaluating
-from steadygrad.tasks.guard import guarded
+from steadygrad.tasks.check import evaluating, guarded
 from steadygrad.tasks.samples import Samples, to_device
 
 OBJECTIVES = ("causal-lm", "masked-lm", "classification")
@@ -78,24 +77,24 @@ def columns_of(model: nn.Module) -> frozenset[str]:
 
 
 def collate_columns(
-    items: list[Any], *, collate: Callable[[list[Any]], Any], columns: frozenset[str]
+    columns: frozenset[str], objective: str, collator: Callable[[list[Any]], Any] | None, rows: Any
 ) -> Any:
-    """Collates some columns of ``n`` samples; none: of all."""
-    for kind in {type(row) for row in items if not isinstance(row, Mapping)}:
+    """Collates some columns of ``n`` samples; none: of all.
+
+    Without a collator columns of one length are stacked, and tokens without labels are those of a
+    ``"causal-lm"``.
+    """
+    for kind in {type(row) for row in rows if not isinstance(row, Mapping)}:
         raise InputError(
             "A sample of the data set should be a mapping from column to value. Found "
             f"{kind.__name__}. Remedy: a list of dicts, or Task.from_dataloader."
         )
-    return collate([{k: v for k, v in row.items() if k in columns or not columns} for row in items])
-
-
-def stack_columns(items: list[dict[str, Any]], *, objective: str) -> dict[str, Any]:
-    """Stacks columns of one length; tokens without labels are those of a ``"causal-lm"``."""
+    rows = [{k: v for k, v in row.items() if k in columns or not columns} for row in rows]
+    if collator:
+        return collator(rows)
     batch = {
-        "labels" if name in LABELS else name: torch.stack(
-            [torch.as_tensor(item[name]) for item in items]
-        )
-        for name in items[0]
+        "labels" if name in LABELS else name: torch.stack([torch.as_tensor(r[name]) for r in rows])
+        for name in rows[0]
     }
     if "labels" not in batch and objective == "causal-lm":
         tokens = batch["input_ids"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, shown
 from steadygrad._files import read_json
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.check import reason
 
 # Names of the parts of a checkpoint, of which the first that is there is taken.
 MODEL = ("model", "model_state_dict", "state_dict")

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad.noise.schedule import LR_RULES
 from steadygrad.tasks import hugging_face
-from steadygrad.tasks.check import check_losses, check_model, evaluating
-from steadygrad.tasks.guard import guarded
+from steadygrad.tasks.check import check_losses, check_model, evaluating, guarded
 from steadygrad.tasks.samples import CollatedSamples, Samples, read_loader, to_device
 from steadygrad.tasks.start import files_of
 
@@ -190,12 +189,9 @@ class Task:
         check_choice("objective", objective, hugging_face.OBJECTIVES)
         with guarded("make_model"), torch.random.fork_rng(devices=[]):
             model = check_model(make_model())
-        collate = partial(
-            hugging_face.collate_columns,
-            collate=collator or partial(hugging_face.stack_columns, objective=objective),
-            columns=hugging_face.columns_of(model),
-        )
-        train, held_out = (CollatedSamples(rows, collate) for rows in (dataset, valid))
+        columns = hugging_face.columns_of(model)
+        collate = partial(hugging_face.collate_columns, columns, objective, collator)
+        train, held_out = (CollatedSamples(x, range(len(x)), collate) for x in (dataset, valid))
         defaults = {
             "name": type(model).__name__,
             "sample": "sequence",
