@@ -29,11 +29,7 @@ class TaskError(InputError):
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line.
-
-    Raises:
-        TaskError: From what was raised, unless that is a readable line; ``what`` names the piece.
-    """
+    """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line."""
     try:
         yield
     # GeneratorExit closes a generator around this block.
@@ -53,12 +49,11 @@ def reason(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that it was raised from, says that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error).lower()
+    text, cause = str(error).lower(), error.__cause__
     if isinstance(error, RuntimeError) and any(phrase in text for phrase in PHRASES):
         return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    own = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return own or (cause is not None and is_out_of_memory(cause))
 
 
 def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor:
@@ -67,8 +62,7 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
     While gradients are recorded, they have to depend on the parameters. Reading whether they are
     ``finite`` waits for the device.
     """
-    is_tensor = isinstance(losses, Tensor) and losses.is_floating_point()
-    if not is_tensor:
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
         found = str(losses.dtype) if isinstance(losses, Tensor) else type(losses).__name__
         remedy = "return the tensor of losses itself; of a Hugging Face model, Task.from_hf"
     # A mean may have been expanded.
@@ -88,7 +82,7 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
         found = f"{bad} that are NaN or infinite"
         remedy = "a lower learning rate, or look for NaN in the data"
     else:
-        return losses  # type: ignore[no-any-return]
+        return losses
     raise InputError(
         f"Task.per_sample_loss should return one finite floating-point loss for each of "
         f"{batch_size} samples, with shape ({batch_size},). Found {found}. Remedy: {remedy}."
@@ -274,10 +268,7 @@ def check_optimizer_maker(
 
 
 def check_gradients(optimizer: Optimizer, model: nn.Module, what: str) -> None:
-    """Checks, after a backward pass, that an optimizer trains parameters of the model alone.
-
-    Others would go on from run to run.
-    """
+    """Checks, after a backward pass, that an optimizer trains parameters of the model alone."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     trained = {id(p) for p in params if p.grad is not None}
     others = len(trained.difference(map(id, model.parameters())))

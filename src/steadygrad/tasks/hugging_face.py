@@ -44,11 +44,7 @@ def token_losses(logits: Tensor, labels: Tensor, objective: str) -> tuple[Tensor
 
 
 def check_own_loss(samples: Samples, model: nn.Module, objective: str) -> None:
-    """Compares an objective's loss with the model's own, on the first two samples.
-
-    Raises:
-        InputError: If they differ by more than rounding.
-    """
+    """Refuses an objective whose loss is not the model's own, on the first two samples."""
     seeded = torch.random.fork_rng(devices=[])
     with guarded("The model on the first samples"), seeded, torch.no_grad(), evaluating(model):
         batch = to_device(samples.batch(torch.arange(min(2, len(samples)))), model)

@@ -25,7 +25,6 @@ class Samples(Protocol):
 
     def batch(self, indices: Tensor) -> Any:
         """A nest of tensors with one row for each of ``indices``: int64 with shape ``(n,)``."""
-        ...
 
 
 class TensorSamples:
@@ -43,12 +42,10 @@ class TensorSamples:
         leaves, self._spec = tree_flatten(dict(data) if isinstance(data, Mapping) else data)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
         if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
-            found = ", ".join(
-                str(shape or type(x).__name__) for shape, x in zip(shapes, leaves, strict=True)
-            )
+            found = [str(s or type(x).__name__) for s, x in zip(shapes, leaves, strict=True)]
             raise InputError(
                 "Parameter `data` should hold tensors with one row for each sample. Found "
-                f"{found or 'no tensor'}. Remedy: torch.as_tensor of each."
+                f"{', '.join(found) or 'no tensor'}. Remedy: torch.as_tensor of each."
             )
         self._tensors: list[Tensor] = leaves
 

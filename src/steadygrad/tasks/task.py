@@ -56,10 +56,8 @@ class Task:
         lr_decay: How the learning rate falls after the warm-up, to zero at the end of the run:
             ``"none"`` (it does not), ``"linear"`` or ``"cosine"``.
         loader_workers: Processes that make batches ahead of the training; 0: none.
-        start: Checkpoint that every run begins from, in place of fresh weights: a file of
-            ``torch.save`` or safetensors, or a folder of torch.distributed.checkpoint, Hugging
-            Face's Trainer or Accelerate. The optimizer's state is loaded, too, if it is there; but
-            learning rate, betas and weight decay stay the task's.
+        start: Checkpoint that every run begins from, in place of fresh weights: a file or folder that
+            torch, safetensors, Hugging Face's Trainer or Accelerate saved.
 
     Raises:
         InputError: If a field has the wrong type or is out of range, or the data are empty.
@@ -127,10 +125,7 @@ class Task:
     ) -> "Task":
         """Makes a task from the data loader of a training loop.
 
-        Samples of a map-style data set are indexed, in the study's own random order, and collated
-        by the loader's ``collate_fn``. The loader's sampler says which samples there are: one that
-        it draws twice counts twice. Streams (iterable-style data sets) are read once, from their
-        start, and kept in memory.
+        Its sampler says which samples there are, a study in which order. A stream is read once.
 
         Args:
             loader: Makes batches of single samples.
@@ -168,13 +163,11 @@ class Task:
     ) -> "Task":
         """Makes a task from a Hugging Face model and a tokenized data set.
 
-        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100;
-        0 where it has none. On the first samples it is compared with the model's own loss.
+        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100.
 
         Args:
             make_model: Makes a model; of one to be fine-tuned, a copy.
-            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value. Columns
-                that the model's ``forward`` does not take are left out.
+            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value.
             valid: Data set of the held-out samples.
             objective: ``"causal-lm"``, ``"masked-lm"`` or ``"classification"``.
             collator: ``(list of mappings) -> batch`` with ``labels``, such as a
