@@ -101,28 +101,27 @@ class CollatedSamples:
         return self.collate(many(keys) if many else [self.dataset[key] for key in keys])
 
 
-def read_loader(
-    name: str, loader: Any, max_samples: int
-) -> tuple[Samples, int | None, dict[str, str]]:
-    """The samples of a loader, its batch size where it has one, and where they come from.
+def read_loader(name: str, loader: Any, max_samples: int) -> tuple[Samples, dict[str, Any]]:
+    """The samples of a loader, and further fields of a task that is trained as it says.
 
     Of a stream ``max_samples`` are read. ``name`` is the argument's, for errors.
     """
     if isinstance(loader, Samples):
-        return loader, None, {}
+        return loader, {"batch_size": None}
     if not isinstance(loader, loading.DataLoader) or loader.batch_sampler is None:
         raise InputError(
             f"Parameter `{name}` should be a DataLoader that makes batches of single samples. "
             f"Found {type(loader).__name__} of ready ones. Remedy: DataLoader(rows, batch_size=8), "
             "with rows such as [row for batch in loader for row in zip(*batch)]."
         )
-    size, rows = getattr(loader.batch_sampler, "batch_size", None), loader.dataset
+    rows: Any = loader.dataset
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    fields = {"batch_size": size, "loader_workers": loader.num_workers}
     if not isinstance(rows, loading.IterableDataset):
-        keys = _drawn_keys(loader, max_samples)
-        return CollatedSamples(rows, keys, loader.collate_fn), size, {}
-    read = list(islice(rows, max_samples))
-    samples = CollatedSamples(read, range(len(read)), loader.collate_fn)
-    return samples, size, {"train": f"the first {len(read)} samples of a stream"}
+        return CollatedSamples(rows, _drawn_keys(loader, max_samples), loader.collate_fn), fields
+    rows = list(islice(rows, max_samples))
+    fields["provenance"] = {"train": f"the first {len(rows)} samples of a stream"}
+    return CollatedSamples(rows, range(len(rows)), loader.collate_fn), fields
 
 
 def _drawn_keys(loader: loading.DataLoader[Any], max_samples: int) -> Sequence[Any]:
