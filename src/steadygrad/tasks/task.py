@@ -54,8 +54,7 @@ class Task:
         provenance: Where the data come from, for the record: ``{"corpus": ..., "sha256": ...}``.
         micro_batch_size: Most samples in one forward pass on one device, in training, measuring
             and evaluation. Larger batches are accumulated. None: a study finds what fits.
-        tokens_per_sample: Tokens in one sample, for the schedules of trainers that count tokens;
-            None: not a language model.
+        tokens_per_sample: Tokens in one sample, for schedules in tokens; None: no language model.
         optimizer_takes: First argument of ``make_optimizer``: ``"parameters"`` (a list),
             ``"named_parameters"`` (a list of pairs of name and parameter) or ``"model"``.
         warmup_samples: Samples over which the learning rate rises linearly from zero to its peak.
@@ -181,8 +180,7 @@ class Task:
         check_choice("objective", objective, OBJECTIVES)
         with guarded("make_model"), torch.random.fork_rng(devices=[]):
             model = check_model(make_model())
-        columns = columns_of(model)
-        collate = partial(collate_columns, columns, objective, collator)
+        collate = partial(collate_columns, columns_of(model), objective, collator)
         train, held_out = (CollatedSamples(x, range(len(x)), collate) for x in (dataset, valid))
         defaults = {
             "name": type(model).__name__,
@@ -268,12 +266,8 @@ def token_losses(logits: Tensor, labels: Tensor, objective: str) -> tuple[Tensor
     """
     if objective == "causal-lm":
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(
-        logits.to(wide(logits.dtype)).flatten(0, -2),
-        labels.flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-    )
+    scores = logits.to(wide(logits.dtype)).flatten(0, -2)
+    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(len(labels), -1), (labels != IGNORED).view(len(labels), -1)
 
 
@@ -309,11 +303,7 @@ def columns_of(model: nn.Module) -> frozenset[str]:
 def collate_columns(
     columns: frozenset[str], objective: str, collator: Callable[[list[Any]], Any] | None, rows: Any
 ) -> Any:
-    """Collates some columns of ``n`` samples; none: of all.
-
-    Without a collator columns of one length are stacked, and tokens without labels are those of a
-    ``"causal-lm"``.
-    """
+    """Collates some columns of ``n`` samples, as ``Task.from_hf`` says; none: of all."""
     for kind in {type(row) for row in rows if not isinstance(row, Mapping)}:
         raise InputError(
             "A sample of the data set should be a mapping from column to value. Found "
