@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from steadygrad._checks import InputError
 from steadygrad.tasks import Task, TaskError, mean_loss
-from steadygrad.tasks.hugging_face import token_losses
+from steadygrad.tasks.task import token_losses
 
 transformers = pytest.importorskip("transformers", reason="of the dependency group hf")
 datasets = pytest.importorskip("datasets", reason="of the dependency group hf")

@@ -19,7 +19,7 @@ from steadygrad import shards
 from steadygrad._checks import InputError
 from steadygrad.distributed import World, gather_json, join_processes, leave_processes
 from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
-from steadygrad.tasks.guard import guarded
+from steadygrad.tasks import guarded
 
 T = TypeVar("T")
 StateDict = dict[str, Any]

@@ -37,7 +37,7 @@ from steadygrad.studies.schema import Result
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.check import reason
 
 # Written when the workers have to stop.
 STOP_FILE = "stop"

@@ -32,6 +32,7 @@ SKIPPED_FOLDERS = re.compile(
 SKIPPED_FILES = re.compile(r"(_sysconfigdata.*|(site|user)customize)\.py")
 
 _UNKNOWN = re.compile(r"[^ -~\n]")
+# The token, in ``[0, OTHER]``, of each byte.
 _TO_TOKEN = bytes(VOCABULARY.find(chr(code)) % (OTHER + 1) for code in range(256))
 
 
@@ -94,11 +95,6 @@ class CharTransformer(nn.Module):
 
     Every layer's input has the batch as its leading dimension, positions included, so that exact
     per-example gradient norms can be taken.
-
-    Args:
-        vocabulary: Number of tokens.
-        context: Longest sequence.
-        width: Features of the residual stream; a multiple of 4.
     """
 
     def __init__(self, vocabulary: int, *, context: int = 64, width: int = 96) -> None:
@@ -137,7 +133,8 @@ def sequence_losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def windows(text: str, context: int) -> Tensor:
     """Windows of a text and the character after each: uint8 with shape ``(N, context + 1)``."""
-    tokens = torch.frombuffer(encode(text), dtype=torch.uint8)
+    known = bytearray(_UNKNOWN.sub("\0", text).encode("ascii"))
+    tokens = torch.frombuffer(known.translate(_TO_TOKEN), dtype=torch.uint8)
     return tokens.unfold(0, context + 1, context)
 
 
@@ -184,8 +181,3 @@ def source_names(root: Path) -> list[str]:
         kept = [f for f in files if f.endswith(".py") and not SKIPPED_FILES.fullmatch(f)]
         names += [(Path(parent) / name).relative_to(root).as_posix() for name in kept]
     return sorted(names)
-
-
-def encode(text: str) -> bytearray:
-    """Turns text into tokens, one byte a character, each in ``[0, OTHER]``."""
-    return bytearray(_UNKNOWN.sub("\0", text).encode("ascii").translate(_TO_TOKEN))

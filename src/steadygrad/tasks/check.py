@@ -1,4 +1,4 @@
-"""What a task's own functions return, checked before a study trains: see ``Trainer.check_task``."""
+"""A task's own functions: what they raise, in one line, and checks of what they return."""
 
 import math
 import zlib
@@ -13,10 +13,47 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad._checks import InputError
-from steadygrad.tasks.guard import TaskError, guarded
 
 # Differences of losses, over their mean, that are rounding, with products in TF32 too.
 ALIKE = 2.0**-8
+# CUDA's and MPS's allocators, the CPU's (Windows, Linux), cuBLAS and cuSOLVER.
+PHRASES = ("out of memory", "not enough memory", "can't allocate memory", "status_alloc_failed")
+
+
+class TaskError(InputError):
+    """A task's own code raised, or returned a value that cannot be used.
+
+    What it raised is the ``__cause__``, with its traceback.
+    """
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turns whatever a piece of the user's code raises, but Ctrl-C, into one readable line."""
+    try:
+        yield
+    # GeneratorExit closes a generator around this block.
+    except (InputError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TaskError(
+            f"{what} should run without an error. Found {reason(error)}. "
+            "Remedy: --debug shows the traceback."
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """The kind of an error and the first line of its message, if it has one."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(": ")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    text, cause = str(error).lower(), error.__cause__
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in PHRASES):
+        return True
+    own = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return own or (cause is not None and is_out_of_memory(cause))
 
 
 def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor:
@@ -25,8 +62,7 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
     While gradients are recorded, they have to depend on the parameters. Reading whether they are
     ``finite`` waits for the device.
     """
-    is_tensor = isinstance(losses, Tensor) and losses.is_floating_point()
-    if not is_tensor:
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
         found = str(losses.dtype) if isinstance(losses, Tensor) else type(losses).__name__
         remedy = "return the tensor of losses itself; of a Hugging Face model, Task.from_hf"
     # A mean may have been expanded.
@@ -46,7 +82,7 @@ def check_losses(losses: Any, batch_size: int, *, finite: bool = True) -> Tensor
         found = f"{bad} that are NaN or infinite"
         remedy = "a lower learning rate, or look for NaN in the data"
     else:
-        return losses  # type: ignore[no-any-return]
+        return losses
     raise InputError(
         f"Task.per_sample_loss should return one finite floating-point loss for each of "
         f"{batch_size} samples, with shape ({batch_size},). Found {found}. Remedy: {remedy}."
@@ -232,10 +268,7 @@ def check_optimizer_maker(
 
 
 def check_gradients(optimizer: Optimizer, model: nn.Module, what: str) -> None:
-    """Checks, after a backward pass, that an optimizer trains parameters of the model alone.
-
-    Others would go on from run to run.
-    """
+    """Checks, after a backward pass, that an optimizer trains parameters of the model alone."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     trained = {id(p) for p in params if p.grad is not None}
     others = len(trained.difference(map(id, model.parameters())))

@@ -65,9 +65,7 @@ def digits_deep() -> Task:
 
     A classifier with a second loss in a physical unit: in float16 no single loss scale bears both.
     A second head estimates the area of ink from the same features, detached; its squared error is
-    in square micrometres. In float32 Adam's steps do not depend on the size of a loss. In float16
-    that head's gradients overflow at any loss scale above about 2**-20, and there all others are
-    zero. All in the forward pass is smaller than 2**8.
+    in square micrometres.
 
     One sample is an image as patches with shape ``(16, 20)``, its label and its area.
     """

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from steadygrad._checks import InputError, check_type, shown
 from steadygrad.tasks.char_lm import char_lm
+from steadygrad.tasks.check import guarded
 from steadygrad.tasks.digits import digits_autoencoder, digits_classifier, digits_deep
-from steadygrad.tasks.guard import guarded
 from steadygrad.tasks.task import Task
 
 BUILT_IN: Mapping[str, Callable[[], Task]] = {

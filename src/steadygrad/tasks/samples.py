@@ -3,24 +3,18 @@
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.utils.data as loading
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
 
 from steadygrad._checks import InputError, check_count
-from steadygrad.tasks.guard import TaskError
+from steadygrad.tasks.check import TaskError
 
 
 @runtime_checkable
@@ -31,7 +25,6 @@ class Samples(Protocol):
 
     def batch(self, indices: Tensor) -> Any:
         """A nest of tensors with one row for each of ``indices``: int64 with shape ``(n,)``."""
-        ...
 
 
 class TensorSamples:
@@ -49,12 +42,10 @@ class TensorSamples:
         leaves, self._spec = tree_flatten(dict(data) if isinstance(data, Mapping) else data)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
         if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
-            found = ", ".join(
-                str(shape or type(x).__name__) for shape, x in zip(shapes, leaves, strict=True)
-            )
+            found = [str(s or type(x).__name__) for s, x in zip(shapes, leaves, strict=True)]
             raise InputError(
                 "Parameter `data` should hold tensors with one row for each sample. Found "
-                f"{found or 'no tensor'}. Remedy: torch.as_tensor of each."
+                f"{', '.join(found) or 'no tensor'}. Remedy: torch.as_tensor of each."
             )
         self._tensors: list[Tensor] = leaves
 
@@ -92,21 +83,13 @@ def to_device(batch: Any, model: nn.Module) -> Any:
     return tree_map(move, batch)
 
 
+@dataclass(frozen=True, eq=False)
 class CollatedSamples:
-    """Samples of a map-style data set, collated into batches.
+    """Samples of a map-style data set, of which some ``keys`` are asked for, in batches."""
 
-    Args:
-        dataset: Has ``__getitem__`` and ``__len__``; its ``__getitems__`` is used where it has one.
-        collate: ``(list of samples) -> batch``.
-        keys: What the data set is asked for. Default: all of ``range(len(dataset))``.
-    """
-
-    def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], keys: Sequence[Any] | None = None
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.keys = range(len(dataset)) if keys is None else keys
+    dataset: Any
+    keys: Sequence[Any]
+    collate: Callable[[list[Any]], Any]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -118,39 +101,40 @@ class CollatedSamples:
         return self.collate(many(keys) if many else [self.dataset[key] for key in keys])
 
 
-def read_loader(
-    name: str, loader: Any, max_samples: int
-) -> tuple[Samples, int | None, dict[str, str]]:
-    """The samples of a loader, its batch size where it has one, and where they come from.
+def read_loader(name: str, loader: Any, max_samples: int) -> tuple[Samples, dict[str, Any]]:
+    """The samples of a loader, and further fields of a task that is trained as it says.
 
     Of a stream ``max_samples`` are read. ``name`` is the argument's, for errors.
     """
     if isinstance(loader, Samples):
-        return loader, None, {}
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return loader, {"batch_size": None}
+    if not isinstance(loader, loading.DataLoader) or loader.batch_sampler is None:
         raise InputError(
             f"Parameter `{name}` should be a DataLoader that makes batches of single samples. "
             f"Found {type(loader).__name__} of ready ones. Remedy: DataLoader(rows, batch_size=8), "
             "with rows such as [row for batch in loader for row in zip(*batch)]."
         )
-    size, rows = getattr(loader.batch_sampler, "batch_size", None), loader.dataset
-    if not isinstance(rows, IterableDataset):
-        keys = _drawn_keys(loader, max_samples)
-        return CollatedSamples(rows, loader.collate_fn, keys), size, {}
-    samples = CollatedSamples(list(islice(rows, max_samples)), loader.collate_fn)
-    return samples, size, {"train": f"the first {len(samples)} samples of a stream"}
+    rows: Any = loader.dataset
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    fields = {"batch_size": size, "loader_workers": loader.num_workers}
+    if not isinstance(rows, loading.IterableDataset):
+        return CollatedSamples(rows, _drawn_keys(loader, max_samples), loader.collate_fn), fields
+    rows = list(islice(rows, max_samples))
+    fields["provenance"] = {"train": f"the first {len(rows)} samples of a stream"}
+    return CollatedSamples(rows, range(len(rows)), loader.collate_fn), fields
 
 
-def _drawn_keys(loader: DataLoader[Any], max_samples: int) -> list[Any] | None:
-    """Samples that the loader's sampler draws in one epoch; None: every sample once."""
+def _drawn_keys(loader: loading.DataLoader[Any], max_samples: int) -> Sequence[Any]:
+    """Samples that the loader's sampler draws in one epoch."""
     batches: Any = loader.batch_sampler
-    sampler = batches.sampler if type(batches) is BatchSampler else None
+    sampler = batches.sampler if type(batches) is loading.BatchSampler else None
     # Each rank of a distributed sampler has a part, and a study shares batches itself.
-    uniform = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler))
+    kinds = (loading.SequentialSampler, loading.RandomSampler, loading.DistributedSampler)
     source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
-    if uniform and source is loader.dataset:
-        return None
-    most = max(max_samples, len(loader.dataset))  # type: ignore[arg-type]
+    every = range(len(loader.dataset))  # type: ignore[arg-type]
+    if isinstance(sampler, kinds) and source is loader.dataset:
+        return every
+    most = max(max_samples, len(every))
     # One fixed seed: every process and every resumed run has the same samples.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -182,11 +166,11 @@ def batches(
     # A loader draws its workers' seed: from a copy, so that training draws the same without them.
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
-    loader: DataLoader[Any] = DataLoader(
-        _Batches(samples),
-        batch_size=None,
-        sampler=(indices.tolist() for indices in index_batches),
-        collate_fn=_unchanged,
+    # A row is its own number, and the rows of a batch are collated into what they number.
+    loader: loading.DataLoader[Any] = loading.DataLoader(
+        range(len(samples)),  # type: ignore[arg-type]
+        batch_sampler=(indices.tolist() for indices in index_batches),
+        collate_fn=partial(_batch, samples),
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=generator,
@@ -208,15 +192,5 @@ def batches(
         ) from error
 
 
-class _Batches(Dataset[Any]):
-    """Batches by their sample numbers."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __getitem__(self, numbers: list[int]) -> Any:
-        return self.samples.batch(torch.tensor(numbers))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+def _batch(samples: Samples, numbers: list[int]) -> Any:
+    return samples.batch(torch.tensor(numbers))

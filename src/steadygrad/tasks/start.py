@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, shown
 from steadygrad._files import read_json
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.check import reason
 
 # Names of the parts of a checkpoint, of which the first that is there is taken.
 MODEL = ("model", "model_state_dict", "state_dict")
@@ -88,17 +88,15 @@ def _joined(files: list[Path]) -> dict[Any, Any]:
     if files[0].name == LAYOUT:
         saved, files = import_module("steadygrad.shards").read_checkpoint(files[0].parent), []
     for file in (file for file in files if file.name != INDEX):
-        found = {"optimizer": _content(file)} if file.name in STATES else _content(file)
+        if file.suffix == ".safetensors":
+            found = import_module("safetensors.torch").load_file(file)
+        else:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        found = {"optimizer": found} if file.name in STATES else found
         if not saved.keys().isdisjoint(found):
             raise ValueError(f"{shown(next(iter(saved.keys() & found)))} in two files")
         saved |= found
     return saved
-
-
-def _content(file: Path) -> Any:
-    if file.suffix != ".safetensors":
-        return torch.load(file, map_location="cpu", weights_only=True)
-    return import_module("safetensors.torch").load_file(file)
 
 
 @_reading()
@@ -157,7 +155,7 @@ def fitting_optimizer(
     state: Any, model: nn.Module, optimizer: Optimizer, *, by_name: bool
 ) -> dict[str, Any]:
     """The state of an optimizer for this one, by parameters' names or by their numbers."""
-    new = optimizer.state_dict()["param_groups"]
+    new = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     groups, values = state["param_groups"], dict(state["state"])
     groups = [dict(groups[number]) for number in range(len(groups))]
     ids = [str(one) for group in groups for one in group["params"]]
@@ -177,16 +175,12 @@ def fitting_optimizer(
     if own != there:
         raise _wrong(f"have maximize = {own}, as make_optimizer has", f"{there}", "set it there")
     _check_values({f"{n} of a group": x for g in groups for n, x in g.items() if n in new[0]}, {})
-    return {
-        "state": {key_of[str(one)]: dict(own) for one, own in values.items()},
-        "param_groups": [
-            {
-                **{n: x if n in TASKS_OWN else old.get(n, x) for n, x in group.items()},
-                "params": [keys[number] for number in group["params"]],
-            }
-            for group, old in zip(new, groups, strict=True)
-        ],
-    }
+    for group, old in zip(new, groups, strict=True):
+        kept = group.keys() & old.keys() - {"params", *TASKS_OWN}
+        group.update({name: old[name] for name in kept})
+        group["params"] = [keys[number] for number in group["params"]]
+    states = {key_of[str(one)]: dict(own) for one, own in values.items()}
+    return {"state": states, "param_groups": new}
 
 
 @_reading()

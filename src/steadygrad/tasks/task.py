@@ -1,22 +1,23 @@
 """The task: model, data, loss and optimizer of a training that a study runs."""
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number, check_type
 from steadygrad.noise.schedule import LR_RULES
-from steadygrad.tasks import hugging_face
-from steadygrad.tasks.check import check_losses, check_model, evaluating
-from steadygrad.tasks.guard import guarded
+from steadygrad.numerics import wide
+from steadygrad.tasks.check import check_losses, check_model, evaluating, guarded
 from steadygrad.tasks.samples import CollatedSamples, Samples, read_loader, to_device
 from steadygrad.tasks.start import files_of
 
@@ -24,6 +25,10 @@ LR_DECAYS = ("none", "linear", "cosine")
 OPTIMIZER_TAKES = ("parameters", "named_parameters", "model")
 # Most samples in one forward pass of an evaluation, where nothing says how many fit.
 EVALUATION_SIZE = 128
+# Models of Hugging Face are recognised by their fields; no import.
+OBJECTIVES = ("causal-lm", "masked-lm", "classification")
+IGNORED = -100
+LABELS = ("labels", "label", "label_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +54,15 @@ class Task:
         provenance: Where the data come from, for the record: ``{"corpus": ..., "sha256": ...}``.
         micro_batch_size: Most samples in one forward pass on one device, in training, measuring
             and evaluation. Larger batches are accumulated. None: a study finds what fits.
-        tokens_per_sample: Tokens in one sample, for the schedules of trainers that count tokens;
-            None: not a language model.
+        tokens_per_sample: Tokens in one sample, for schedules in tokens; None: no language model.
         optimizer_takes: First argument of ``make_optimizer``: ``"parameters"`` (a list),
             ``"named_parameters"`` (a list of pairs of name and parameter) or ``"model"``.
         warmup_samples: Samples over which the learning rate rises linearly from zero to its peak.
         lr_decay: How the learning rate falls after the warm-up, to zero at the end of the run:
             ``"none"`` (it does not), ``"linear"`` or ``"cosine"``.
         loader_workers: Processes that make batches ahead of the training; 0: none.
-        start: Checkpoint that every run begins from, in place of fresh weights: a file of
-            ``torch.save`` or safetensors, or a folder of torch.distributed.checkpoint, Hugging
-            Face's Trainer or Accelerate. The optimizer's state is loaded, too, if it is there; but
-            learning rate, betas and weight decay stay the task's.
+        start: Checkpoint that every run begins from, in place of fresh weights: a file or folder of
+            torch, safetensors, Hugging Face's Trainer or Accelerate.
 
     Raises:
         InputError: If a field has the wrong type or is out of range, or the data are empty.
@@ -128,10 +130,7 @@ class Task:
     ) -> "Task":
         """Makes a task from the data loader of a training loop.
 
-        Samples of a map-style data set are indexed, in the study's own random order, and collated
-        by the loader's ``collate_fn``. The loader's sampler says which samples there are: one that
-        it draws twice counts twice. Streams (iterable-style data sets) are read once, from their
-        start, and kept in memory.
+        Its sampler says which samples there are, a study in which order. A stream is read once.
 
         Args:
             loader: Makes batches of single samples.
@@ -144,16 +143,9 @@ class Task:
             InputError: If a value is out of range, or the loader's batches are ready ones.
         """
         check_count("max_samples", max_samples)
-        train, size, provenance = read_loader("loader", loader, max_samples)
-        defaults = {
-            "name": "my-model",
-            "sample": "sample",
-            "make_optimizer": AdamW,
-            "batch_size": size,
-            "loader_workers": getattr(loader, "num_workers", 0),
-            "provenance": provenance,
-        }
-        held_out, *_ = read_loader("valid", valid, max_samples)
+        train, own = read_loader("loader", loader, max_samples)
+        held_out, _ = read_loader("valid", valid, max_samples)
+        defaults = {"name": "my-model", "sample": "sample", "make_optimizer": AdamW, **own}
         return cls(train=train, valid=held_out, **{**defaults, **fields})
 
     @classmethod
@@ -169,13 +161,11 @@ class Task:
     ) -> "Task":
         """Makes a task from a Hugging Face model and a tokenized data set.
 
-        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100;
-        0 where it has none. On the first samples it is compared with the model's own loss.
+        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100.
 
         Args:
             make_model: Makes a model; of one to be fine-tuned, a copy.
-            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value. Columns
-                that the model's ``forward`` does not take are left out.
+            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value.
             valid: Data set of the held-out samples.
             objective: ``"causal-lm"``, ``"masked-lm"`` or ``"classification"``.
             collator: ``(list of mappings) -> batch`` with ``labels``, such as a
@@ -187,24 +177,20 @@ class Task:
         Raises:
             InputError: If the objective is not known, or its loss is not the model's own.
         """
-        check_choice("objective", objective, hugging_face.OBJECTIVES)
+        check_choice("objective", objective, OBJECTIVES)
         with guarded("make_model"), torch.random.fork_rng(devices=[]):
             model = check_model(make_model())
-        collate = partial(
-            hugging_face.collate_columns,
-            collate=collator or partial(hugging_face.stack_columns, objective=objective),
-            columns=hugging_face.columns_of(model),
-        )
-        train, held_out = (CollatedSamples(rows, collate) for rows in (dataset, valid))
+        collate = partial(collate_columns, columns_of(model), objective, collator)
+        train, held_out = (CollatedSamples(x, range(len(x)), collate) for x in (dataset, valid))
         defaults = {
             "name": type(model).__name__,
             "sample": "sequence",
-            "per_sample_loss": partial(hugging_face.objective_losses, objective=objective),
+            "per_sample_loss": partial(objective_losses, objective=objective),
             "make_optimizer": AdamW,
         }
         data = {"make_model": make_model, "train": train, "valid": held_out}
         task = cls(**{**defaults, **data, **fields})
-        hugging_face.check_own_loss(train, model, objective)
+        check_own_loss(train, model, objective)
         return task
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
@@ -263,3 +249,75 @@ def mean_loss(
             # On the host: MPS has no float64.
             total += float(losses.cpu().double().sum())
     return total / len(indices)
+
+
+def objective_losses(model: nn.Module, batch: Mapping[str, Any], *, objective: str) -> Tensor:
+    """Mean cross-entropy of each sample over its labelled tokens, in nats, with shape ``(n,)``."""
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    losses, labelled = token_losses(logits, batch["labels"], objective)
+    return losses.sum(1) / labelled.sum(1).clamp(min=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor, objective: str) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every label in float32 at least, and whether there is one: ``(n, tokens)``.
+
+    Logits are ``(n, length, classes)`` and labels ``(n, length)``, of a classification without the
+    length. Where a label is -100 the loss is 0. A causal model's logits are for the next token.
+    """
+    if objective == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    scores = logits.to(wide(logits.dtype)).flatten(0, -2)
+    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(len(labels), -1), (labels != IGNORED).view(len(labels), -1)
+
+
+def check_own_loss(samples: Samples, model: nn.Module, objective: str) -> None:
+    """Refuses an objective whose loss is not the model's own, on the first two samples."""
+    seeded = torch.random.fork_rng(devices=[])
+    with guarded("The model on the first samples"), seeded, torch.no_grad(), evaluating(model):
+        batch = to_device(samples.batch(torch.arange(min(2, len(samples)))), model)
+        output = model(**batch)
+        losses, labelled = token_losses(output.logits, batch["labels"], objective)
+    loss = getattr(output, "loss", None)
+    if loss is None or not labelled.any():
+        return
+    mean = float(losses.sum() / labelled.sum())
+    # A loss in bfloat16 has eight bits.
+    tolerance = 1e-3 if torch.finfo(loss.dtype).bits >= 32 else 2e-2
+    if not math.isclose(mean, float(loss), rel_tol=tolerance, abs_tol=1e-5):
+        raise InputError(
+            f"The cross-entropy of objective {objective!r} should be the model's own loss, "
+            f"{float(loss):.6g} on the first samples. Found {mean:.6g}. Remedy: another objective, "
+            "or Task.from_dataloader with a per_sample_loss of your own."
+        )
+
+
+def columns_of(model: nn.Module) -> frozenset[str]:
+    """The columns that a model's ``forward`` takes; empty: any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.kind not in open_ended]
+    return frozenset([*names, *LABELS] if names else ())
+
+
+def collate_columns(
+    columns: frozenset[str], objective: str, collator: Callable[[list[Any]], Any] | None, rows: Any
+) -> Any:
+    """Collates some columns of ``n`` samples, as ``Task.from_hf`` says; none: of all."""
+    for kind in {type(row) for row in rows if not isinstance(row, Mapping)}:
+        raise InputError(
+            "A sample of the data set should be a mapping from column to value. Found "
+            f"{kind.__name__}. Remedy: a list of dicts, or Task.from_dataloader."
+        )
+    rows = [{k: v for k, v in row.items() if k in columns or not columns} for row in rows]
+    if collator:
+        return collator(rows)
+    batch = {
+        "labels" if name in LABELS else name: torch.stack([torch.as_tensor(r[name]) for r in rows])
+        for name in rows[0]
+    }
+    if "labels" not in batch and objective == "causal-lm":
+        tokens = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(tokens))
+        batch["labels"] = tokens.masked_fill(mask == 0, IGNORED)
+    return batch

@@ -5,7 +5,6 @@ import signal
 from collections import UserDict
 from dataclasses import fields
 from itertools import cycle, repeat
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -58,9 +57,14 @@ def test_to_device_follows_the_models_device():
 ORDER = [torch.tensor(numbers) for numbers in ([3, 1], [2], [19, 0, 7], [5, 5], [11])]
 
 
-def made_by(make):
+class MadeBy:
     """Samples whose batches a function makes of the sample numbers."""
-    return SimpleNamespace(batch=make)
+
+    def __init__(self, make):
+        self.batch = make
+
+    def __len__(self):
+        return 20
 
 
 def says_its_process(indices):
@@ -91,7 +95,7 @@ def test_batches_are_the_same_and_in_order(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_do_the_work_and_convert_nothing(workers):
-    found = list(batches(made_by(says_its_process), ORDER, CPU, workers))
+    found = list(batches(MadeBy(says_its_process), ORDER, CPU, workers))
     assert [(type(array), number) for array, number, _ in found] == [(numpy.ndarray, 0.5)] * 5
     processes = {process for *_, process in found}
     assert len(processes) == max(workers, 1)
@@ -100,7 +104,7 @@ def test_workers_do_the_work_and_convert_nothing(workers):
 
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_one_line():
-    made = batches(made_by(breaks), ORDER, CPU, 1)
+    made = batches(MadeBy(breaks), ORDER, CPU, 1)
     assert [next(made).tolist(), next(made).tolist()] == [[3, 1], [2]]
     with pytest.raises(TaskError, match=r"loader_workers.*KeyError") as caught:
         next(made)

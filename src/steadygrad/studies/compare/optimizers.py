@@ -20,7 +20,7 @@ from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
 from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.check import reason
 
 # Modules with the optimizers of a package, where they are not the package itself.
 HOMES = {"torch": "torch.optim", "timm": "timm.optim"}

@@ -25,8 +25,7 @@ from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
-from steadygrad.tasks.check import check_gradients, check_optimizer_maker
-from steadygrad.tasks.guard import reason
+from steadygrad.tasks.check import check_gradients, check_optimizer_maker, reason
 
 # Measurements of a step's time, and the fewest where they would take long.
 TURNS, LEAST_TURNS = 28, 6
