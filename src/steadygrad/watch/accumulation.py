@@ -280,18 +280,16 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     # A forward pass may put another tensor in a buffer's place.
     places = [(module._buffers, {**module._buffers}) for module in model.modules()]
-    held = [*model.parameters(), *model.buffers()]
-    copies = [x.detach().clone() for x in held]
-    # The loop's own ``model.train()`` changes nothing.
-    stay = patch.object(model, "train", lambda mode=True: model)
+    copies = [(x, x.detach().clone()) for x in (*model.parameters(), *model.buffers())]
     try:
-        with stay, torch.random.fork_rng():
+        # The loop's own ``model.train()`` changes nothing.
+        with patch.object(model, "train", lambda mode=True: model), torch.random.fork_rng():
             yield
     finally:
         for buffers, own in places:
             buffers.update(own)
         with torch.no_grad():
-            for x, was in zip(held, copies, strict=True):
+            for x, was in copies:
                 # Written only where they differ: graphs that hold them stay valid.
                 if not torch.equal(local(x.detach()), local(was)):
                     x.copy_(was)
