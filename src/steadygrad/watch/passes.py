@@ -20,7 +20,7 @@ from steadygrad.numerics import HostCopy, exact
 from steadygrad.shards import local
 from steadygrad.watch.finding import Evidence, Finding, Habits, Seen, is_finite
 
-__all__ = ["Pass", "Shared", "has_values", "largest", "values"]
+__all__ = ["Pass", "Shared", "has_values", "values"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _REAL = (*_NARROW, torch.float32, torch.float64)
@@ -79,11 +79,8 @@ class Pass(Evidence):
         for leaf in inputs:
             if isinstance(leaf, (Tensor, list, tuple, dict)):
                 for tensor in (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf):
-                    one = self._known(tensor)
-                    if one is None:
-                        self._note(Seen("input", name, takers=[name]), tensor)
-                    else:
-                        one.takers.append(name)
+                    one = self._known(tensor) or self._note(Seen("input", name), tensor)
+                    one.takers.append(name)
 
     def give(self, name: str, output: Any, *, is_root: bool) -> None:
         """Looks at the tensors that a module gives, unless one of its own modules gave them."""
@@ -101,15 +98,16 @@ class Pass(Evidence):
         known = note and note[0]() is tensor and note[1] == _version(tensor)
         return note[2] if note and known else None
 
-    def _note(self, one: Seen, tensor: Tensor) -> None:
+    def _note(self, one: Seen, tensor: Tensor) -> Seen:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
-            return
+            return one
         self.seen.append(one)
         self._set(one, "value", tensor)
         self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
         if tensor.grad_fn is not None:
             # A hook of the node and not of the tensor: that takes half the time.
             tensor.grad_fn.register_prehook(partial(self._arrive, one, tensor.output_nr))
+        return one
 
     def _look(self, tensor: Tensor) -> Any:
         """True, or sums of each row, with shape ``(rows,)``; of all if it has other rows.
@@ -149,27 +147,26 @@ class Pass(Evidence):
         self._set(one, "gradient", gradient)
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Follows the graph, if the loss may add to gradients within it."""
+        """Follows the graph, if the loss may add to gradients within it.
+
+        Those are compared with the parts that come from within it.
+        """
         known = [self._known(tensor) for tensor in outputs if tensor.grad_fn is not None]
         for one in filter(None, known):
             one.returned = True
             self._shared.detailed = self._shared.detailed or bool(one.takers)
         # In an object that is not known there is nothing to hook.
         self._shared.detailed = self._shared.detailed or not outputs
-        if self._shared.detailed or not self.batch:
-            noted = [tensor for ref, *_ in self._notes.values() if (tensor := ref()) is not None]
-            self._follow(
-                [tensor.grad_fn for tensor in noted], {self._number(x.grad_fn) for x in outputs}
-            )
-
-    def _follow(self, nodes: list[Any], returned: set[int]) -> None:
-        """Compares gradients in the model's graph with the parts that come from within it."""
-        known = set[Any]()
+        if self.batch and not self._shared.detailed:
+            return
+        returned, followed = {self._number(x.grad_fn) for x in outputs}, set[Any]()
+        noted = (ref() for ref, *_ in self._notes.values())
+        nodes: list[Any] = [tensor.grad_fn for tensor in noted if tensor is not None]
         while nodes:
             node = nodes.pop()
-            number = -1 if node in known else self._number(node)
+            number = -1 if node in followed else self._number(node)
             if number >= 0:
-                known.add(node)
+                followed.add(node)
                 node.register_prehook(partial(self._meet, number, number in returned))
                 edges = [(self._number(later), i) for later, i in node.next_functions]
                 node.register_hook(partial(self._part, edges))
@@ -215,8 +212,7 @@ class Pass(Evidence):
         if device.type == "cpu" or not found:
             return
         numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
-        column = torch.cat([x.reshape(-1) for x in numbers])
-        self._copied = HostCopy(column)
+        self._copied = HostCopy(torch.cat([x.reshape(-1) for x in numbers]))
         parts = self._copied.numbers.split([x.numel() for x in numbers])
         for (own, key), x, part in zip(found, numbers, parts, strict=True):
             own[key] = part.view(x.shape)
@@ -278,13 +274,6 @@ def values(tensor: Tensor) -> Tensor:
         return torch.view_as_real(tensor.resolve_conj())
     # Sums and norms of float8 do not exist.
     return tensor if tensor.dtype in _REAL else tensor.float()
-
-
-def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The largest magnitude of each, left on the device: finite exactly where the tensor is."""
-    # An empty tensor has no largest magnitude.
-    numbers = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
-    return [*torch._foreach_norm(numbers, math.inf)] if numbers else []
 
 
 def _all_finite(numbers: Tensor) -> bool:
