@@ -79,7 +79,6 @@ class AccumulationCheck:
         return list(dict.fromkeys(window.bug for window in self.windows if window.bug))
 
     def __str__(self) -> str:
-        """A line for each window."""
         return "\n".join(map(str, self.windows))
 
 
@@ -195,24 +194,23 @@ def _products(
     rows = torch.arange(sum(sizes), device="cpu")
     micros = rows.split([*sizes])
 
-    def left_by(work: Callable[[], object]) -> list[Tensor]:
+    def left_by(work: Callable[..., object], *given: Any) -> list[Tensor]:
         for p in parameters:
             p.grad = None
-        work()
+        work(*given)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         # Copies of this process's parts, all real.
         return [values(local(grad).to_dense()).clone() for grad in grads]
 
-    def gradient(rows: Tensor, factor: float = 1.0) -> list[Tensor]:
-        samples = _samples(batch, rows)
-        return left_by(lambda: torch.autograd.backward(factor * loss_fn(model, samples)))
+    def backward(rows: Tensor, factor: float = 1.0) -> None:
+        torch.autograd.backward(factor * loss_fn(model, _samples(batch, rows)))
 
     try:
-        scaled, full = gradient(rows, _FACTOR), gradient(rows)
-        parts = [gradient(own) for own in micros]
+        scaled, full = left_by(backward, rows, _FACTOR), left_by(backward, rows)
+        parts = [left_by(backward, own) for own in micros]
     except Exception as error:
         raise _not_samples(f"{shown(error)}, of micro-batches of {[*sizes]}") from error
-    used = left_by(lambda: loop([_samples(batch, own) for own in micros]))
+    used = left_by(loop, [_samples(batch, own) for own in micros])
     columns = []
     for tensors in zip(full, used, scaled, *parts, strict=True):
         pieces = zip(*(x.reshape(-1).split(_CHUNK) for x in tensors), strict=True)

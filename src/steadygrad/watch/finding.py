@@ -43,9 +43,8 @@ class Finding:
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
-            ``"parameter"``: the place where something first was not finite. ``"unseen"``: a
-            gradient that is not finite though no pass since the last report was seen to make it so.
-            ``"unknown"``: a gradient that is not finite, and what was seen does not say why.
+            ``"parameter"``: the place where something first was not finite; ``"unseen"`` and
+            ``"unknown"`` of a gradient where that was not seen (:attr:`cause` says it in words).
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code, and where it is not known.
         seen_in: The tensor in which it was seen, in words.
@@ -69,7 +68,6 @@ class Finding:
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """One paragraph: the culprit, and the evidence."""
         batch = f"Batch {self.batch}" if self.batch >= 0 else "No batch"
         rows = f", row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))}"
         return (
@@ -138,10 +136,8 @@ class Evidence:
     """Values that a forward pass gave and gradients that the backward pass gave, of one batch.
 
     Attributes:
-        batch: Index of the batch.
         seen: Tensors in the order of the forward pass; the batch is the first one.
         entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
-        called: Modules that were called.
         weights, gradients: Those of all parameters after a pass that may need to be explained.
         twice: Whether the loss contains gradients.
     """
@@ -247,7 +243,8 @@ class Evidence:
         found = [*(one.gradient for one in gave), *(one.value for one in (*took, *gave))]
         sure = sure and all(map(is_finite, found))
         kind, culprit = ("parameter", name) if sure else ("unknown", "")
-        return self._finding(kind, culprit, f"the gradient of {name!r}", "", (3, 0, False), None)
+        seen_in = f"the gradient of {name!r}"
+        return Finding(kind, culprit, seen_in, batch=self.batch, last=self.batch)
 
     def _finding(
         self, kind: str, name: str, where: str, before: str, order: tuple[int, int, bool], bad: Any

@@ -41,8 +41,6 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
 
     A pass begins when the model itself is called with gradients enabled, and ends with the backward
     pass. A fault is a gradient that is not finite; or an output, where no backward pass followed.
-    What is infinite in passes without a fault, as a mask is, is not blamed later. Compiled code is
-    one module.
 
     Args:
         model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``, on the
@@ -108,12 +106,8 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         world = process_world(self._group)
         if world.size == 1:
             return mine
-        found = gather_json(mine and asdict(mine), world, self.shared.device)
-        faults = [
-            Finding(**{**one, "rank": rank, "rows": tuple(one["rows"])})
-            for rank, one in enumerate(found)
-            if one
-        ]
+        found = enumerate(gather_json(mine and asdict(mine), world, self.shared.device))
+        faults = [Finding(**{**f, "rank": i, "rows": tuple(f["rows"])}) for i, f in found if f]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
         # pass that caused it.
         faults = [fault for fault in faults if fault.order[0] < 3] or faults
@@ -122,9 +116,8 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
     def norms(self) -> dict[str, float]:
         """Takes the norm of each parameter's whole gradient as it is now, by name.
 
-        ``math.hypot(*watch.norms().values())`` is that of all together. Waits for the device; also
-        of a watch that is closed. Under sharding in one collective for each mesh, and one more in
-        the first call, which every process of the mesh must make.
+        ``math.hypot(*watch.norms().values())`` is that of all together. Waits for the device.
+        Under sharding it is a collective, which every process of the mesh must join.
         """
         named = [(own_name(n, self.model), p) for n, p in self.model.named_parameters()]
         self._sum = self._sum or PackedSum([p for _, p in named])
@@ -241,10 +234,7 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         return [n for n, x in self._look(lambda p: p.grad).items() if not is_finite(x)]
 
     def _look(self, of: Callable[[Tensor], Any]) -> dict[str, Any]:
-        """The largest magnitudes of something of all parameters, left on the device.
-
-        They are finite exactly where it is.
-        """
+        """Largest magnitudes, on the device: finite exactly where something of a parameter is."""
         # A tied one by each of its names.
         uses = self.model.named_parameters(remove_duplicate=False)
         known = ((own_name(n, self.model), x) for n, p in uses if has_values(x := of(p)))

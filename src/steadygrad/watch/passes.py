@@ -1,8 +1,4 @@
-"""A pass of one batch through the model, forward and backward, and the tensors that it met.
-
-On a CPU each tensor is checked immediately. On other devices the sums of its rows travel to the
-host together, without a wait, and are checked when they have arrived.
-"""
+"""A pass of one batch through the model, forward and backward, and the tensors that it met."""
 
 import math
 import weakref
@@ -52,7 +48,6 @@ class Pass(Evidence):
 
     Attributes:
         left: Parameters whose gradients were not finite before the backward pass.
-        backward: Whether there was a backward pass.
         broken: Whether something may not be finite.
     """
 
@@ -147,10 +142,7 @@ class Pass(Evidence):
         self._set(one, "gradient", gradient)
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Follows the graph, if the loss may add to gradients within it.
-
-        Those are compared with the parts that come from within it.
-        """
+        """Compares gradients with their parts from the graph, if the loss may add to them."""
         known = [self._known(tensor) for tensor in outputs if tensor.grad_fn is not None]
         for one in filter(None, known):
             one.returned = True
