@@ -92,9 +92,8 @@ def check_accumulation(
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
-    Weights, ``.grad``, buffers and random numbers are afterwards as they were. With dropout the
-    loss is random: call ``model.eval()`` before. The memory is that of ``2 * micro_batches + 8``
-    gradients.
+    Weights, ``.grad``, buffers and random numbers are afterwards as they were. The memory is that
+    of ``2 * micro_batches + 8`` gradients. With dropout call ``model.eval()`` before.
 
     Args:
         model: The model.

@@ -194,7 +194,7 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         for over in self._open:
             new = (not (is_finite(x.value) or self._habits.has(x)) for x in over.seen)
             # On a device that look would wait for it.
-            if self.shared.deferred or (over.broken and any(new)):
+            if self.shared.deferred or any(new):
                 # A fault has to be explained, and weights are still those of the pass.
                 over.weights = self._look(lambda p: p)
                 over.gradients = self._look(lambda p: p.grad) if over.backward else {}

@@ -48,11 +48,11 @@ class Pass(Evidence):
 
     Attributes:
         left: Parameters whose gradients were not finite before the backward pass.
-        broken: Whether something may not be finite.
     """
 
     def __init__(self, batch: int, shared: Shared, inputs: Any) -> None:
-        self._shared, self.left, self.backward = shared, set[str](), False
+        self._shared, self.left = shared, set[str]()
+        self.backward = self._broken = False
         self._copied: HostCopy | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
@@ -62,7 +62,6 @@ class Pass(Evidence):
         some = [x.clamp(min=0).to(shared.device) for x in found if x is not True]
         given = Seen("batch", "", sum(some) if some else True)
         super().__init__(batch, [given])
-        self.broken = shared.deferred or not is_finite(given.value)
         # Contributions to the gradient of a node's output, by its number and the output's.
         self._parts = dict[tuple[int, int], list[Tensor]]()
         self._first = torch._C._autograd._get_sequence_nr()
@@ -118,7 +117,6 @@ class Pass(Evidence):
 
     def _set(self, one: Seen, name: str, tensor: Tensor) -> None:
         before, found = getattr(one, name), self._look(tensor)
-        self.broken = self.broken or found is not True
         if isinstance(before, Tensor):
             # Of several backward passes through one forward pass.
             found = before if found is True else found + before.to(found.device, non_blocking=True)
@@ -200,7 +198,7 @@ class Pass(Evidence):
         self._notes, self._parts = {}, {}
         owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
-        device = self._shared.device
+        device, self._broken = self._shared.device, bool(found)
         if device.type == "cpu" or not found:
             return
         numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
@@ -218,11 +216,11 @@ class Pass(Evidence):
     def fault(self, habits: Habits) -> Finding | None:
         """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
-            self.broken = not bool(self._copied.numbers.isfinite().all())
+            self._broken = not is_finite(self._copied.numbers)
         # While all is well, nothing is asked of single tensors.
-        seen, gradients = (self.seen, self.gradients) if self.broken else ([], {})
+        seen, gradients = (self.seen, self.gradients) if self._broken else ([], {})
         made = [n for n, x in gradients.items() if n not in self.left and not is_finite(x)]
-        entries = self.entries if self.broken else []
+        entries = self.entries if self._broken else []
         fine = not made and all(is_finite(one.gradient) for one in (*seen, *entries))
         if self.backward and fine:
             if not self.left:
