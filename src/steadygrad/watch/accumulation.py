@@ -223,13 +223,11 @@ def _products(
 def _samples(batch: Any, rows: Tensor) -> Any:
     """Copies of some samples, which the loss may change."""
 
-    def take(part: Any) -> Any:
-        if not isinstance(part, Tensor) or not part.ndim:
-            return part
-        chosen = part.detach().index_select(0, rows.to(part.device))
+    def take(part: Tensor) -> Tensor:
+        chosen = part.detach().index_select(0, rows.to(part.device)) if part.ndim else part
         return chosen.requires_grad_(part.requires_grad)
 
-    return _pytree.tree_map(take, batch)
+    return _pytree.tree_map_only(Tensor, take, batch)
 
 
 def _bug(products: Tensor, whole: int, tolerance: float) -> str:

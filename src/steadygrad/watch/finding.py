@@ -215,7 +215,11 @@ class Evidence:
         kind, name, where = "unknown", "", f"the gradient at {bad}"
         before = f"the gradient at {signals[at - 1]}" if at else ""
         if entry is None and at:
-            kind, name = "gradient", self._backward_culprit(signals, at)
+            # The module between the two; where several took it, the one around them.
+            known = {one.name for one in signals[:at]}
+            names = [n for n in bad.takers if n in known]
+            several = [f"{n}." for n in names or (bad.name, signals[at - 1].name)]
+            kind, name = "gradient", names[0] if len({*names}) == 1 else self._around(*several)
         elif bad.returned:
             # What came before is the forward pass.
             kind, before = "loss", str(self.seen[-1])
@@ -223,16 +227,6 @@ class Evidence:
         elif entry is not None:
             where = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
         return self._finding(kind, name, where, before, (1, at, True), bad.gradient)
-
-    def _backward_culprit(self, signals: Sequence[Seen], at: int) -> str:
-        """The module between the last finite gradient and the first one that is not finite."""
-        known = {other.name for other in signals[:at]}
-        names = [name for name in signals[at].takers if name in known]
-        if len({*names}) == 1:
-            return names[0]
-        # None of several is known to be at fault: the module around them is named.
-        names = names or [signals[at].name, signals[at - 1].name]
-        return self._around(*(f"{n}." for n in names))
 
     def _of_parameter(self, name: str) -> Finding:
         """Blames a parameter whose module has finite inputs and a finite output gradient."""

@@ -99,13 +99,17 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         of them receive the finding that came first in the order of execution.
         """
         self._close(wait=True)
-        mine = self._finding or self._parameter_fault()
+        mine, broken = self._finding, [] if self._finding else self._broken_gradients()
+        if broken and self._last is not None and broken[0] not in self._last.left:
+            mine = self._last.first_fault(self._habits, broken[:1])
+        elif broken:
+            # No pass shows why.
+            seen_in, last = f"the gradient of {broken[0]!r}", self.batches - 1
+            mine = Finding("unseen", broken[0], seen_in, batch=last, last=last)
         self._finding = self._last = None
         self._stale = self._stale or mine is not None
         self.shared.detailed = self.shared.detailed or self._stale
         world = process_world(self._group)
-        if world.size == 1:
-            return mine
         found = enumerate(gather_json(mine and asdict(mine), world, self.shared.device))
         faults = [Finding(**{**f, "rank": i, "rows": tuple(f["rows"])}) for i, f in found if f]
         # A fault that is seen only in reduced gradients is dropped if another process knows the
@@ -218,16 +222,6 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
                 begun = self._finding if goes_on else None
                 self._finding = replace(begun or found[0], last=self._last.batch)
                 self._stale = self.shared.detailed = True
-
-    def _parameter_fault(self) -> Finding | None:
-        """A gradient that is not finite though no pass shows why."""
-        broken = self._broken_gradients()
-        if not broken:
-            return None
-        if self._last is not None and broken[0] not in self._last.left:
-            return self._last.first_fault(self._habits, broken[:1])
-        last = self.batches - 1
-        return Finding("unseen", broken[0], f"the gradient of {broken[0]!r}", batch=last, last=last)
 
     def _broken_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are not finite now."""

@@ -44,15 +44,12 @@ class Shared:
 
 
 class Pass(Evidence):
-    """Collects the evidence of one batch.
-
-    Attributes:
-        left: Parameters whose gradients were not finite before the backward pass.
-    """
+    """Collects the evidence of one batch."""
 
     def __init__(self, batch: int, shared: Shared, inputs: Any) -> None:
-        self._shared, self.left = shared, set[str]()
-        self.backward = self._broken = False
+        # Parameters whose gradients were not finite before the backward pass.
+        self.left = set[str]()
+        self._shared, self.backward, self._broken = shared, False, False
         self._copied: HostCopy | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
