@@ -98,9 +98,8 @@ def check_accumulation(
     Args:
         model: The model.
         loss_fn: ``(model, batch) -> loss``, the loss of a batch as it should be, shape ``()``.
-        batch: Dicts and tuples of tensors with a row for each sample. Numbers, texts and tensors
-            without dimensions are kept. For all else hand over the samples' indices, as a tensor,
-            and let ``loss_fn`` and the loop collate.
+        batch: Dicts and tuples of tensors with a row for each sample, or a tensor of their indices,
+            which the loop collates. Numbers, texts and tensors without dimensions are kept.
         accumulate: The loop's own window: is given the micro-batches, and calls ``backward`` on
             each. Default: ``(loss_fn(model, micro) / len(micros)).backward()``.
         micro_batches: Micro-batches of a whole window, as the loop is set.

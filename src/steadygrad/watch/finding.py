@@ -50,7 +50,6 @@ class Finding:
         seen_in: The tensor in which it was seen, in words.
         finite_before: The last tensor before it that was finite; empty for none.
         batch: Index of the batch: forward passes with gradients since the watch was made.
-        rank: The process.
         last: Index of the last batch in the unbroken row of faults that begins with it.
         rows: Indices, in the first dimension of that tensor, whose values are not finite; at most
             16. Empty if its length is not that of the batch.
@@ -180,14 +179,12 @@ class Evidence:
         them, unless that was made of finite tensors.
         """
         one = self.seen[at]
-        gave = [x for x in self.seen if x.what == "output" and x.name in one.takers]
+        out = [x for x in self.seen if x.what == "output" and x.name in one.takers]
         if at:
-            fine = bool(gave) and _sort(one.value) == "-inf"
-        else:
-            gave = gave or self.seen[1:2]
-            took = [x for x in self.seen if self.seen[later[0]].name in x.takers] if later else gave
-            fine = bool(took) and all(is_finite(x.value) for x in took)
-        return fine and all(is_finite(x.value) for x in gave)
+            return bool(out) and _sort(one.value) == "-inf" and all(is_finite(x.value) for x in out)
+        out = out or self.seen[1:2]
+        took = [x for x in self.seen if self.seen[later[0]].name in x.takers] if later else out
+        return bool(took) and all(is_finite(x.value) for x in (*took, *out))
 
     def _in_forward(self, at: int, order: int) -> Finding:
         one = self.seen[at]

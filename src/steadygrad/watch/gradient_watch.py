@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import own_name
@@ -167,7 +166,7 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         self._stale = bool(broken)
         for other in self._open:
             other.left = broken
-        engine = Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         # Twice, and so after callbacks by which FSDP and DDP put gradients in their places.
         engine.queue_callback(lambda: engine.queue_callback(self._close))
 
@@ -241,9 +240,8 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
 def _on_call(shared: Shared, name: str, is_root: bool, plain: bool, *call: Any) -> None:
     """Hook before a module, without an output, and after it; after it alone if it is ``plain``."""
     # Code that is compiled or transformed, or that checkpointing repeats in a backward pass.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return
-    if torch._C._current_graph_task_id() != -1:
+    odd = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if odd or torch._C._current_graph_task_id() != -1:
         return
     _, args, kwargs, *outputs = call
     watch = shared.owner() if is_root and not outputs else None

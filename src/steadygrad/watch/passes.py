@@ -93,7 +93,7 @@ class Pass(Evidence):
         if tensor.dtype not in _KNOWN or not has_values(tensor):
             return one
         self.seen.append(one)
-        self._set(one, "value", tensor)
+        one.value = self._look(tensor)
         self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
         if tensor.grad_fn is not None:
             # A hook of the node and not of the tensor: that takes half the time.
@@ -112,13 +112,6 @@ class Pass(Evidence):
         found = numbers.reshape(rows if told else 1, -1).sum(1, dtype=exact(numbers.device))
         return found if told else found[0]
 
-    def _set(self, one: Seen, name: str, tensor: Tensor) -> None:
-        before, found = getattr(one, name), self._look(tensor)
-        if isinstance(before, Tensor):
-            # Of several backward passes through one forward pass.
-            found = before if found is True else found + before.to(found.device, non_blocking=True)
-        setattr(one, name, found)
-
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[number]
         if not has_values(gradient):
@@ -134,7 +127,11 @@ class Pass(Evidence):
             if self.twice:
                 one = Seen("output", "", returned=True)
                 self.entries.append(one)
-        self._set(one, "gradient", gradient)
+        before, found = one.gradient, self._look(gradient)
+        if isinstance(before, Tensor):
+            # Of several backward passes through one forward pass.
+            found = before if found is True else found + before.to(found.device, non_blocking=True)
+        one.gradient = found
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
         """Compares gradients with their parts from the graph, if the loss may add to them."""
@@ -179,12 +176,9 @@ class Pass(Evidence):
             whole, *inner = map(values, (gradient, *parts))
             if any(part.shape != whole.shape for part in inner):
                 continue  # Sparse, or sharded in several ways.
-            one = Seen("output", "", returned=returned)
-            self._set(one, "gradient", whole)
             total = reduce(torch.add, inner) if inner else None
-            if total is not None:
-                self._set(one, "value", total)
-            self.entries.append(one)
+            value = True if total is None else self._look(total)
+            self.entries.append(Seen("output", "", value, self._look(whole), returned=returned))
             kept = not (returned or self._shared.deferred)
             if kept and (total is None or not torch.equal(total, whole)):
                 # The loss takes what the model keeps: later passes are measured as this one is.
@@ -219,14 +213,11 @@ class Pass(Evidence):
         made = [n for n, x in gradients.items() if n not in self.left and not is_finite(x)]
         entries = self.entries if self._broken else []
         fine = not made and all(is_finite(one.gradient) for one in (*seen, *entries))
-        if self.backward and fine:
-            if not self.left:
-                habits.learn(seen)
-            return None
+        if self.backward and fine and not self.left:
+            habits.learn(seen)
         # In an evaluation with gradients enabled an infinity may be normal.
-        if not self.backward and is_finite(self.seen[-1].value):
-            return None
-        return self.first_fault(habits, made)
+        fine = fine if self.backward else is_finite(self.seen[-1].value)
+        return None if fine else self.first_fault(habits, made)
 
 
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
