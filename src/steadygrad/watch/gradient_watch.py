@@ -111,10 +111,9 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         world = process_world(self._group)
         found = enumerate(gather_json(mine and asdict(mine), world, self.shared.device))
         faults = [Finding(**{**f, "rank": i, "rows": tuple(f["rows"])}) for i, f in found if f]
-        # A fault that is seen only in reduced gradients is dropped if another process knows the
-        # pass that caused it.
-        faults = [fault for fault in faults if fault.order[0] < 3] or faults
-        return min(faults, key=lambda f: (-f.last, f.batch, *f.order), default=None)
+        # A fault that is seen only in reduced gradients comes after all others: another process may
+        # know the pass that caused it.
+        return min(faults, key=lambda f: (f.order[0] > 2, -f.last, f.batch, *f.order), default=None)
 
     def norms(self) -> dict[str, float]:
         """Takes the norm of each parameter's whole gradient as it is now, by name.
