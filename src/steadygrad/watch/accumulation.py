@@ -79,7 +79,6 @@ class AccumulationCheck:
         return list(dict.fromkeys(window.bug for window in self.windows if window.bug))
 
     def __str__(self) -> str:
-        """A line for each window."""
         return "\n".join(map(str, self.windows))
 
 
@@ -93,16 +92,14 @@ def check_accumulation(
 ) -> AccumulationCheck:
     """Compares one batch's gradient with the accumulated one, for four ways of cutting the batch.
 
-    Weights, ``.grad``, buffers and random numbers are afterwards as they were. With dropout the
-    loss is random: call ``model.eval()`` before. The memory is that of ``2 * micro_batches + 8``
-    gradients.
+    Weights, ``.grad``, buffers and random numbers are afterwards as they were. The memory is that
+    of ``2 * micro_batches + 8`` gradients. With dropout call ``model.eval()`` before.
 
     Args:
         model: The model.
         loss_fn: ``(model, batch) -> loss``, the loss of a batch as it should be, shape ``()``.
-        batch: Dicts and tuples of tensors with a row for each sample. Numbers, texts and tensors
-            without dimensions are kept. For all else hand over the samples' indices, as a tensor,
-            and let ``loss_fn`` and the loop collate.
+        batch: Dicts and tuples of tensors with a row for each sample, or a tensor of their indices,
+            which the loop collates. Numbers, texts and tensors without dimensions are kept.
         accumulate: The loop's own window: is given the micro-batches, and calls ``backward`` on
             each. Default: ``(loss_fn(model, micro) / len(micros)).backward()``.
         micro_batches: Micro-batches of a whole window, as the loop is set.
@@ -195,24 +192,23 @@ def _products(
     rows = torch.arange(sum(sizes), device="cpu")
     micros = rows.split([*sizes])
 
-    def left_by(work: Callable[[], object]) -> list[Tensor]:
+    def left_by(work: Callable[..., object], *given: Any) -> list[Tensor]:
         for p in parameters:
             p.grad = None
-        work()
+        work(*given)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         # Copies of this process's parts, all real.
         return [values(local(grad).to_dense()).clone() for grad in grads]
 
-    def gradient(rows: Tensor, factor: float = 1.0) -> list[Tensor]:
-        samples = _samples(batch, rows)
-        return left_by(lambda: torch.autograd.backward(factor * loss_fn(model, samples)))
+    def backward(rows: Tensor, factor: float = 1.0) -> None:
+        torch.autograd.backward(factor * loss_fn(model, _samples(batch, rows)))
 
     try:
-        scaled, full = gradient(rows, _FACTOR), gradient(rows)
-        parts = [gradient(own) for own in micros]
+        scaled, full = left_by(backward, rows, _FACTOR), left_by(backward, rows)
+        parts = [left_by(backward, own) for own in micros]
     except Exception as error:
         raise _not_samples(f"{shown(error)}, of micro-batches of {[*sizes]}") from error
-    used = left_by(lambda: loop([_samples(batch, own) for own in micros]))
+    used = left_by(loop, [_samples(batch, own) for own in micros])
     columns = []
     for tensors in zip(full, used, scaled, *parts, strict=True):
         pieces = zip(*(x.reshape(-1).split(_CHUNK) for x in tensors), strict=True)
@@ -226,13 +222,11 @@ def _products(
 def _samples(batch: Any, rows: Tensor) -> Any:
     """Copies of some samples, which the loss may change."""
 
-    def take(part: Any) -> Any:
-        if not isinstance(part, Tensor) or not part.ndim:
-            return part
-        chosen = part.detach().index_select(0, rows.to(part.device))
+    def take(part: Tensor) -> Tensor:
+        chosen = part.detach().index_select(0, rows.to(part.device)) if part.ndim else part
         return chosen.requires_grad_(part.requires_grad)
 
-    return _pytree.tree_map(take, batch)
+    return _pytree.tree_map_only(Tensor, take, batch)
 
 
 def _bug(products: Tensor, whole: int, tolerance: float) -> str:
@@ -280,18 +274,16 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     # A forward pass may put another tensor in a buffer's place.
     places = [(module._buffers, {**module._buffers}) for module in model.modules()]
-    held = [*model.parameters(), *model.buffers()]
-    copies = [x.detach().clone() for x in held]
-    # The loop's own ``model.train()`` changes nothing.
-    stay = patch.object(model, "train", lambda mode=True: model)
+    copies = [(x, x.detach().clone()) for x in (*model.parameters(), *model.buffers())]
     try:
-        with stay, torch.random.fork_rng():
+        # The loop's own ``model.train()`` changes nothing.
+        with patch.object(model, "train", lambda mode=True: model), torch.random.fork_rng():
             yield
     finally:
         for buffers, own in places:
             buffers.update(own)
         with torch.no_grad():
-            for x, was in zip(held, copies, strict=True):
+            for x, was in copies:
                 # Written only where they differ: graphs that hold them stay valid.
                 if not torch.equal(local(x.detach()), local(was)):
                     x.copy_(was)

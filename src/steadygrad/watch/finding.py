@@ -43,15 +43,13 @@ class Finding:
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
-            ``"parameter"``: the place where something first was not finite. ``"unseen"``: a
-            gradient that is not finite though no pass since the last report was seen to make it so.
-            ``"unknown"``: a gradient that is not finite, and what was seen does not say why.
+            ``"parameter"``: the place where something first was not finite; ``"unseen"`` and
+            ``"unknown"`` of a gradient where that was not seen (:attr:`cause` says it in words).
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code, and where it is not known.
         seen_in: The tensor in which it was seen, in words.
         finite_before: The last tensor before it that was finite; empty for none.
         batch: Index of the batch: forward passes with gradients since the watch was made.
-        rank: The process.
         last: Index of the last batch in the unbroken row of faults that begins with it.
         rows: Indices, in the first dimension of that tensor, whose values are not finite; at most
             16. Empty if its length is not that of the batch.
@@ -69,7 +67,6 @@ class Finding:
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """One paragraph: the culprit, and the evidence."""
         batch = f"Batch {self.batch}" if self.batch >= 0 else "No batch"
         rows = f", row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))}"
         return (
@@ -115,20 +112,17 @@ class Habits:
     """
 
     def __init__(self) -> None:
-        self._passes, self._seen = 0, Counter[tuple[str, str, str]]()
+        self._passes, self._seen = 0, Counter[tuple[str, str]]()
 
     def learn(self, seen: Sequence[Seen]) -> None:
         """Takes note of a pass without a fault."""
         self._passes += 1
-        self._seen.update({self._key(one) for one in seen if not is_finite(one.value)})
+        self._seen.update({(str(one), sort) for one in seen if (sort := _sort(one.value))})
 
     def has(self, one: Seen) -> bool:
         """Whether a tensor that is not finite is like this in passes without a fault."""
-        key = self._key(one)
-        return self._seen[key] >= (self._passes if key[2] == "nan" else 1) > 0
-
-    def _key(self, one: Seen) -> tuple[str, str, str]:
-        return one.what, one.name, _sort(one.value)
+        sort = _sort(one.value)
+        return self._seen[str(one), sort] >= (self._passes if sort == "nan" else 1) > 0
 
 
 def is_finite(found: Any) -> bool:
@@ -141,10 +135,8 @@ class Evidence:
     """Values that a forward pass gave and gradients that the backward pass gave, of one batch.
 
     Attributes:
-        batch: Index of the batch.
         seen: Tensors in the order of the forward pass; the batch is the first one.
         entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
-        called: Modules that were called.
         weights, gradients: Those of all parameters after a pass that may need to be explained.
         twice: Whether the loss contains gradients.
     """
@@ -187,17 +179,12 @@ class Evidence:
         them, unless that was made of finite tensors.
         """
         one = self.seen[at]
-        gave = [x for x in self.seen if x.what == "output" and x.name in one.takers]
+        out = [x for x in self.seen if x.what == "output" and x.name in one.takers]
         if at:
-            fine = bool(gave) and _sort(one.value) == "-inf"
-        else:
-            gave = gave or self.seen[1:2]
-            took = self._taken_by(self.seen[later[0]].name) if later else gave
-            fine = bool(took) and all(is_finite(x.value) for x in took)
-        return fine and all(is_finite(x.value) for x in gave)
-
-    def _taken_by(self, name: str) -> list[Seen]:
-        return [one for one in self.seen if name in one.takers]
+            return bool(out) and _sort(one.value) == "-inf" and all(is_finite(x.value) for x in out)
+        out = out or self.seen[1:2]
+        took = [x for x in self.seen if self.seen[later[0]].name in x.takers] if later else out
+        return bool(took) and all(is_finite(x.value) for x in (*took, *out))
 
     def _in_forward(self, at: int, order: int) -> Finding:
         one = self.seen[at]
@@ -221,41 +208,34 @@ class Evidence:
         if entry is None and all(finite):
             return None
         bad = signals[at] if entry is None else entry
+        # What the model keeps, or an output that cannot be opened, may have code behind it.
+        kind, name, where = "unknown", "", f"the gradient at {bad}"
         before = f"the gradient at {signals[at - 1]}" if at else ""
-        if entry is not None:
-            kind, name = "loss" if entry.returned else "unknown", ""
-            where = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
-        else:
-            kind, name = self._backward_culprit(signals, at)
-            where = f"the gradient at {bad}"
-        if kind == "loss":
+        if entry is None and at:
+            # The module between the two; where several took it, the one around them.
+            known = {one.name for one in signals[:at]}
+            names = [n for n in bad.takers if n in known]
+            several = [f"{n}." for n in names or (bad.name, signals[at - 1].name)]
+            kind, name = "gradient", names[0] if len({*names}) == 1 else self._around(*several)
+        elif bad.returned:
             # What came before is the forward pass.
-            where, before = "the gradient at the output of the model", str(self.seen[-1])
+            kind, before = "loss", str(self.seen[-1])
+            where = "the gradient at the output of the model"
+        elif entry is not None:
+            where = "a gradient that came in elsewhere than at the outputs, or that a hook changed"
         return self._finding(kind, name, where, before, (1, at, True), bad.gradient)
-
-    def _backward_culprit(self, signals: Sequence[Seen], at: int) -> tuple[str, str]:
-        """The place between the last finite gradient and the first one that is not finite."""
-        one = signals[at]
-        if not at:
-            # What the model keeps, or an output that cannot be opened, may have code behind it.
-            return "loss" if one.returned else "unknown", ""
-        known = {other.name for other in signals[:at]}
-        names = [name for name in one.takers if name in known]
-        if len({*names}) == 1:
-            return "gradient", names[0]
-        # None of several is known to be at fault: the module around them is named.
-        names = names or [one.name, signals[at - 1].name]
-        return "gradient", self._around(*(f"{n}." for n in names))
 
     def _of_parameter(self, name: str) -> Finding:
         """Blames a parameter whose module has finite inputs and a finite output gradient."""
         owner = name.rpartition(".")[0]
         gave = [one for one in self.seen if one.what == "output" and one.name == owner]
+        took = [one for one in self.seen if owner in one.takers]
         sure = any(one.gradient is not None for one in gave) and not self.twice
-        sure = sure and all(is_finite(one.gradient) for one in gave)
-        sure = sure and all(is_finite(one.value) for one in (*self._taken_by(owner), *gave))
+        found = [*(one.gradient for one in gave), *(one.value for one in (*took, *gave))]
+        sure = sure and all(map(is_finite, found))
         kind, culprit = ("parameter", name) if sure else ("unknown", "")
-        return self._finding(kind, culprit, f"the gradient of {name!r}", "", (3, 0, False), None)
+        seen_in = f"the gradient of {name!r}"
+        return Finding(kind, culprit, seen_in, batch=self.batch, last=self.batch)
 
     def _finding(
         self, kind: str, name: str, where: str, before: str, order: tuple[int, int, bool], bad: Any

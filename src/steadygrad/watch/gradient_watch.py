@@ -1,16 +1,16 @@
 """Names the module that first made something non-finite, in any training loop."""
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from steadygrad._checks import InputError, check_type
 from steadygrad._names import own_name
@@ -18,7 +18,7 @@ from steadygrad.distributed import gather_json, process_world
 from steadygrad.numerics import exact, square_sums
 from steadygrad.shards import PackedSum, aligned
 from steadygrad.watch.finding import Finding, Habits, is_finite
-from steadygrad.watch.passes import Pass, Shared, has_values, largest, values
+from steadygrad.watch.passes import Pass, Shared, has_values, values
 
 __all__ = ["GradientWatch"]
 
@@ -26,7 +26,7 @@ __all__ = ["GradientWatch"]
 _MOST_OPEN = 64
 
 
-class GradientWatch:
+class GradientWatch(AbstractContextManager["GradientWatch"]):
     """Watches every module's output and its gradient, in any loop, with or without a scaler.
 
     .. code-block:: python
@@ -40,8 +40,6 @@ class GradientWatch:
 
     A pass begins when the model itself is called with gradients enabled, and ends with the backward
     pass. A fault is a gradient that is not finite; or an output, where no backward pass followed.
-    What is infinite in passes without a fault, as a mask is, is not blamed later. Compiled code is
-    one module.
 
     Args:
         model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``, on the
@@ -58,7 +56,6 @@ class GradientWatch:
 
     def __init__(self, model: nn.Module, process_group: Any = "all") -> None:
         check_type("model", model, nn.Module, "the module that the loop calls")
-        modules = _called_by_python(model)
         self.model, self._group, self.batches = model, process_group, 0
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.shared = Shared(device, weakref.ref(self))
@@ -71,19 +68,25 @@ class GradientWatch:
         # Whether gradients may be left that were not finite before a pass.
         self._stale = False
         self._sum: PackedSum | None = None
-        hooks = ExitStack()
-        for name, module in modules.items():
-            self._hook(name, module, hooks)
-        # A watch that is dropped leaves no hooks behind either.
-        self._detach = weakref.finalize(self, hooks.close)
+        with ExitStack() as hooks:
+            compiled = tuple[str, ...]()
+            for name, module in model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise InputError(
+                        f"Expected a model of Python modules. Found a ScriptModule at {name!r}. "
+                        "Remedy: watch it before torch.jit."
+                    )
+                if not name.startswith(compiled):
+                    self._hook(name, module, hooks)
+                    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+                        compiled += (f"{name}." if name else "",)  # what is in it is part of it
+            # A watch that is dropped leaves no hooks behind either.
+            self._detach = weakref.finalize(self, hooks.pop_all().close)
 
     def close(self) -> None:
         """Takes the hooks away; the model is as it was. Findings can still be reported."""
         self._close()
         self._detach()
-
-    def __enter__(self) -> "GradientWatch":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -91,36 +94,32 @@ class GradientWatch:
     def report(self) -> Finding | None:
         """Returns the first fault of the newest run of consecutive faulty batches, and clears it.
 
-        None if all was finite.
-        Waits for the device. Every process of the group must call it: all of them receive the
-        finding that came first in the order of execution.
+        None if all was finite. Waits for the device. Every process of the group must call it: all
+        of them receive the finding that came first in the order of execution.
         """
-        self._close()
-        self._judge(wait=True)
-        mine = self._finding or self._parameter_fault()
+        self._close(wait=True)
+        mine, broken = self._finding, [] if self._finding else self._broken_gradients()
+        if broken and self._last is not None and broken[0] not in self._last.left:
+            mine = self._last.first_fault(self._habits, broken[:1])
+        elif broken:
+            # No pass shows why.
+            seen_in, last = f"the gradient of {broken[0]!r}", self.batches - 1
+            mine = Finding("unseen", broken[0], seen_in, batch=last, last=last)
         self._finding = self._last = None
         self._stale = self._stale or mine is not None
         self.shared.detailed = self.shared.detailed or self._stale
         world = process_world(self._group)
-        if world.size == 1:
-            return mine
-        found = gather_json(mine and asdict(mine), world, self.shared.device)
-        faults = [
-            Finding(**{**one, "rank": rank, "rows": tuple(one["rows"])})
-            for rank, one in enumerate(found)
-            if one
-        ]
-        # A fault that is seen only in reduced gradients is dropped if another process knows the
-        # pass that caused it.
-        faults = [fault for fault in faults if fault.order[0] < 3] or faults
-        return min(faults, key=lambda f: (-f.last, f.batch, *f.order), default=None)
+        found = enumerate(gather_json(mine and asdict(mine), world, self.shared.device))
+        faults = [Finding(**{**f, "rank": i, "rows": tuple(f["rows"])}) for i, f in found if f]
+        # A fault that is seen only in reduced gradients comes after all others: another process may
+        # know the pass that caused it.
+        return min(faults, key=lambda f: (f.order[0] > 2, -f.last, f.batch, *f.order), default=None)
 
     def norms(self) -> dict[str, float]:
         """Takes the norm of each parameter's whole gradient as it is now, by name.
 
-        ``math.hypot(*watch.norms().values())`` is that of all together. Waits for the device; also
-        of a watch that is closed. Under sharding in one collective for each mesh, and one more in
-        the first call, which every process of the mesh must make.
+        ``math.hypot(*watch.norms().values())`` is that of all together. Waits for the device.
+        Under sharding it is a collective, which every process of the mesh must join.
         """
         named = [(own_name(n, self.model), p) for n, p in self.model.named_parameters()]
         self._sum = self._sum or PackedSum([p for _, p in named])
@@ -166,48 +165,45 @@ class GradientWatch:
         self._stale = bool(broken)
         for other in self._open:
             other.left = broken
-        engine = Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         # Twice, and so after callbacks by which FSDP and DDP put gradients in their places.
         engine.queue_callback(lambda: engine.queue_callback(self._close))
 
     def _hook(self, name: str, module: nn.Module, hooks: ExitStack) -> None:
-        own = own_name(name, self.model), module is self.model
+        is_root, compiled = module is self.model, module._compiled_call_impl
         # A layer that never changes its input: that is looked at after it, which saves a hook.
-        compiled = module._compiled_call_impl
         plain = type(module).__module__.startswith("torch.nn.modules") and not (
-            own[1] or compiled or module._modules or getattr(module, "inplace", False)
+            is_root or compiled or module._modules or getattr(module, "inplace", False)
         )
-        before = partial(_before_forward, self.shared, *own)
-        after = partial(_after_forward, self.shared, *own, plain)
+        hook = partial(_on_call, self.shared, own_name(name, self.model), is_root, plain)
         if compiled is not None:
             # Hooks would be compiled as well.
             def call(*args: Any, **kwargs: Any) -> Any:
-                before(module, args, kwargs)
+                hook(module, args, kwargs)
                 output = compiled(*args, **kwargs)
-                after(module, args, kwargs, output)
+                hook(module, args, kwargs, output)
                 return output
 
             module._compiled_call_impl = call
             hooks.callback(setattr, module, "_compiled_call_impl", compiled)
             return
-        hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+        hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         if not plain:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _close(self) -> None:
+    def _close(self, *, wait: bool = False) -> None:
         """Ends all open passes."""
         for over in self._open:
-            deferred, bad = self.shared.deferred, []
-            if over.broken and not deferred:  # on a device the look would wait for it
-                bad = [x for x in over.seen if not is_finite(x.value)]
-            if deferred or not all(map(self._habits.has, bad)):
+            new = (not (is_finite(x.value) or self._habits.has(x)) for x in over.seen)
+            # On a device that look would wait for it.
+            if self.shared.deferred or any(new):
                 # A fault has to be explained, and weights are still those of the pass.
                 over.weights = self._look(lambda p: p)
                 over.gradients = self._look(lambda p: p.grad) if over.backward else {}
             over.close()
         self._closed.append(self._open)
         self.shared.current, self._awaited, self._open = None, False, []
-        self._judge(wait=False)
+        self._judge(wait=wait)
 
     def _judge(self, *, wait: bool) -> None:
         """Looks at passes that have arrived on the host, together at those of a backward pass."""
@@ -225,67 +221,33 @@ class GradientWatch:
                 self._finding = replace(begun or found[0], last=self._last.batch)
                 self._stale = self.shared.detailed = True
 
-    def _parameter_fault(self) -> Finding | None:
-        """A gradient that is not finite though no pass shows why."""
-        broken = self._broken_gradients()
-        if not broken:
-            return None
-        if self._last is not None and broken[0] not in self._last.left:
-            return self._last.first_fault(self._habits, broken[:1])
-        last = self.batches - 1
-        return Finding("unseen", broken[0], f"the gradient of {broken[0]!r}", batch=last, last=last)
-
     def _broken_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are not finite now."""
         return [n for n, x in self._look(lambda p: p.grad).items() if not is_finite(x)]
 
     def _look(self, of: Callable[[Tensor], Any]) -> dict[str, Any]:
-        """The largest magnitudes of something of all parameters, left on the device."""
+        """Largest magnitudes, on the device: finite exactly where something of a parameter is."""
         # A tied one by each of its names.
         uses = self.model.named_parameters(remove_duplicate=False)
         known = ((own_name(n, self.model), x) for n, p in uses if has_values(x := of(p)))
-        some = {n: x for n, x in known if x.is_floating_point() or x.is_complex()}
-        return dict(zip(some, largest(some.values()), strict=True))
+        some = {n: values(x) for n, x in known if x.is_floating_point() or x.is_complex()}
+        # An empty tensor has no largest magnitude.
+        numbers = [x if x.numel() else x.new_zeros(1) for x in some.values()]
+        return dict(zip(some, torch._foreach_norm(numbers, math.inf), strict=True)) if some else {}
 
 
-def _called_by_python(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that can be hooked, by name: compiled code is one."""
-    found, compiled = dict[str, nn.Module](), tuple[str, ...]()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"Expected a model of Python modules. Found a ScriptModule at {name!r}. "
-                "Remedy: watch it before torch.jit."
-            )
-        if not name.startswith(compiled):
-            found[name] = module
-            if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-                compiled += (f"{name}." if name else "",)
-    return found
-
-
-def _keep_out() -> bool:
-    """Whether code is compiled or transformed, or checkpointing repeats it in a backward pass."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    return torch._C._current_graph_task_id() != -1
-
-
-def _before_forward(shared: Shared, name: str, is_root: bool, *call: Any) -> None:
-    _, args, kwargs = call
-    if _keep_out():
+def _on_call(shared: Shared, name: str, is_root: bool, plain: bool, *call: Any) -> None:
+    """Hook before a module, without an output, and after it; after it alone if it is ``plain``."""
+    # Code that is compiled or transformed, or that checkpointing repeats in a backward pass.
+    odd = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if odd or torch._C._current_graph_task_id() != -1:
         return
-    watch = shared.owner() if is_root else None
+    _, args, kwargs, *outputs = call
+    watch = shared.owner() if is_root and not outputs else None
     if watch is not None:
         watch.begin((args, kwargs))
     elif shared.current is not None:
-        shared.current.take(name, (*args, *kwargs.values()))
-
-
-def _after_forward(shared: Shared, name: str, is_root: bool, plain: bool, *call: Any) -> None:
-    _, args, kwargs, output = call
-    if _keep_out() or shared.current is None:
-        return
-    if plain:
-        shared.current.take(name, (*args, *kwargs.values()))
-    shared.current.give(name, output, is_root=is_root)
+        if plain or not outputs:
+            shared.current.take(name, (*args, *kwargs.values()))
+        for output in outputs:
+            shared.current.give(name, output, is_root=is_root)

@@ -1,8 +1,4 @@
-"""A pass of one batch through the model, forward and backward, and the tensors that it met.
-
-On a CPU each tensor is checked immediately. On other devices the sums of its rows travel to the
-host together, without a wait, and are checked when they have arrived.
-"""
+"""A pass of one batch through the model, forward and backward, and the tensors that it met."""
 
 import math
 import weakref
@@ -20,7 +16,7 @@ from steadygrad.numerics import HostCopy, exact
 from steadygrad.shards import local
 from steadygrad.watch.finding import Evidence, Finding, Habits, Seen, is_finite
 
-__all__ = ["Pass", "Shared", "has_values", "largest", "values"]
+__all__ = ["Pass", "Shared", "has_values", "values"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _REAL = (*_NARROW, torch.float32, torch.float64)
@@ -48,16 +44,12 @@ class Shared:
 
 
 class Pass(Evidence):
-    """Collects the evidence of one batch.
-
-    Attributes:
-        left: Parameters whose gradients were not finite before the backward pass.
-        backward: Whether there was a backward pass.
-        broken: Whether something may not be finite.
-    """
+    """Collects the evidence of one batch."""
 
     def __init__(self, batch: int, shared: Shared, inputs: Any) -> None:
-        self._shared, self.left, self.backward = shared, set[str](), False
+        # Parameters whose gradients were not finite before the backward pass.
+        self.left = set[str]()
+        self._shared, self.backward, self._broken = shared, False, False
         self._copied: HostCopy | None = None
         tensors = [x for x in tensors_of(inputs) if x.numel()]
         lengths = {x.shape[0] for x in tensors if x.ndim}
@@ -67,7 +59,6 @@ class Pass(Evidence):
         some = [x.clamp(min=0).to(shared.device) for x in found if x is not True]
         given = Seen("batch", "", sum(some) if some else True)
         super().__init__(batch, [given])
-        self.broken = shared.deferred or not is_finite(given.value)
         # Contributions to the gradient of a node's output, by its number and the output's.
         self._parts = dict[tuple[int, int], list[Tensor]]()
         self._first = torch._C._autograd._get_sequence_nr()
@@ -79,11 +70,8 @@ class Pass(Evidence):
         for leaf in inputs:
             if isinstance(leaf, (Tensor, list, tuple, dict)):
                 for tensor in (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf):
-                    one = self._known(tensor)
-                    if one is None:
-                        self._note(Seen("input", name, takers=[name]), tensor)
-                    else:
-                        one.takers.append(name)
+                    one = self._known(tensor) or self._note(Seen("input", name), tensor)
+                    one.takers.append(name)
 
     def give(self, name: str, output: Any, *, is_root: bool) -> None:
         """Looks at the tensors that a module gives, unless one of its own modules gave them."""
@@ -101,15 +89,16 @@ class Pass(Evidence):
         known = note and note[0]() is tensor and note[1] == _version(tensor)
         return note[2] if note and known else None
 
-    def _note(self, one: Seen, tensor: Tensor) -> None:
+    def _note(self, one: Seen, tensor: Tensor) -> Seen:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
-            return
+            return one
         self.seen.append(one)
-        self._set(one, "value", tensor)
+        one.value = self._look(tensor)
         self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
         if tensor.grad_fn is not None:
             # A hook of the node and not of the tensor: that takes half the time.
             tensor.grad_fn.register_prehook(partial(self._arrive, one, tensor.output_nr))
+        return one
 
     def _look(self, tensor: Tensor) -> Any:
         """True, or sums of each row, with shape ``(rows,)``; of all if it has other rows.
@@ -122,14 +111,6 @@ class Pass(Evidence):
         told = rows and not tensor.is_sparse and tensor.ndim and len(numbers) == rows
         found = numbers.reshape(rows if told else 1, -1).sum(1, dtype=exact(numbers.device))
         return found if told else found[0]
-
-    def _set(self, one: Seen, name: str, tensor: Tensor) -> None:
-        before, found = getattr(one, name), self._look(tensor)
-        self.broken = self.broken or found is not True
-        if isinstance(before, Tensor):
-            # Of several backward passes through one forward pass.
-            found = before if found is True else found + before.to(found.device, non_blocking=True)
-        setattr(one, name, found)
 
     def _arrive(self, one: Seen, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[number]
@@ -146,30 +127,30 @@ class Pass(Evidence):
             if self.twice:
                 one = Seen("output", "", returned=True)
                 self.entries.append(one)
-        self._set(one, "gradient", gradient)
+        before, found = one.gradient, self._look(gradient)
+        if isinstance(before, Tensor):
+            # Of several backward passes through one forward pass.
+            found = before if found is True else found + before.to(found.device, non_blocking=True)
+        one.gradient = found
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
-        """Follows the graph, if the loss may add to gradients within it."""
+        """Compares gradients with their parts from the graph, if the loss may add to them."""
         known = [self._known(tensor) for tensor in outputs if tensor.grad_fn is not None]
         for one in filter(None, known):
             one.returned = True
             self._shared.detailed = self._shared.detailed or bool(one.takers)
         # In an object that is not known there is nothing to hook.
         self._shared.detailed = self._shared.detailed or not outputs
-        if self._shared.detailed or not self.batch:
-            noted = [tensor for ref, *_ in self._notes.values() if (tensor := ref()) is not None]
-            self._follow(
-                [tensor.grad_fn for tensor in noted], {self._number(x.grad_fn) for x in outputs}
-            )
-
-    def _follow(self, nodes: list[Any], returned: set[int]) -> None:
-        """Compares gradients in the model's graph with the parts that come from within it."""
-        known = set[Any]()
+        if self.batch and not self._shared.detailed:
+            return
+        returned, followed = {self._number(x.grad_fn) for x in outputs}, set[Any]()
+        noted = (ref() for ref, *_ in self._notes.values())
+        nodes: list[Any] = [tensor.grad_fn for tensor in noted if tensor is not None]
         while nodes:
             node = nodes.pop()
-            number = -1 if node in known else self._number(node)
+            number = -1 if node in followed else self._number(node)
             if number >= 0:
-                known.add(node)
+                followed.add(node)
                 node.register_prehook(partial(self._meet, number, number in returned))
                 edges = [(self._number(later), i) for later, i in node.next_functions]
                 node.register_hook(partial(self._part, edges))
@@ -195,12 +176,9 @@ class Pass(Evidence):
             whole, *inner = map(values, (gradient, *parts))
             if any(part.shape != whole.shape for part in inner):
                 continue  # Sparse, or sharded in several ways.
-            one = Seen("output", "", returned=returned)
-            self._set(one, "gradient", whole)
             total = reduce(torch.add, inner) if inner else None
-            if total is not None:
-                self._set(one, "value", total)
-            self.entries.append(one)
+            value = True if total is None else self._look(total)
+            self.entries.append(Seen("output", "", value, self._look(whole), returned=returned))
             kept = not (returned or self._shared.deferred)
             if kept and (total is None or not torch.equal(total, whole)):
                 # The loss takes what the model keeps: later passes are measured as this one is.
@@ -211,12 +189,11 @@ class Pass(Evidence):
         self._notes, self._parts = {}, {}
         owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
-        device = self._shared.device
+        device, self._broken = self._shared.device, bool(found)
         if device.type == "cpu" or not found:
             return
         numbers = [own[key].to(device, torch.float64, non_blocking=True) for own, key in found]
-        column = torch.cat([x.reshape(-1) for x in numbers])
-        self._copied = HostCopy(column)
+        self._copied = HostCopy(torch.cat([x.reshape(-1) for x in numbers]))
         parts = self._copied.numbers.split([x.numel() for x in numbers])
         for (own, key), x, part in zip(found, numbers, parts, strict=True):
             own[key] = part.view(x.shape)
@@ -230,20 +207,17 @@ class Pass(Evidence):
     def fault(self, habits: Habits) -> Finding | None:
         """The first fault, once all numbers have arrived; a pass without one adds to the habits."""
         if self._copied is not None:
-            self.broken = not bool(self._copied.numbers.isfinite().all())
+            self._broken = not is_finite(self._copied.numbers)
         # While all is well, nothing is asked of single tensors.
-        seen, gradients = (self.seen, self.gradients) if self.broken else ([], {})
+        seen, gradients = (self.seen, self.gradients) if self._broken else ([], {})
         made = [n for n, x in gradients.items() if n not in self.left and not is_finite(x)]
-        entries = self.entries if self.broken else []
+        entries = self.entries if self._broken else []
         fine = not made and all(is_finite(one.gradient) for one in (*seen, *entries))
-        if self.backward and fine:
-            if not self.left:
-                habits.learn(seen)
-            return None
+        if self.backward and fine and not self.left:
+            habits.learn(seen)
         # In an evaluation with gradients enabled an infinity may be normal.
-        if not self.backward and is_finite(self.seen[-1].value):
-            return None
-        return self.first_fault(habits, made)
+        fine = fine if self.backward else is_finite(self.seen[-1].value)
+        return None if fine else self.first_fault(habits, made)
 
 
 def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
@@ -278,13 +252,6 @@ def values(tensor: Tensor) -> Tensor:
         return torch.view_as_real(tensor.resolve_conj())
     # Sums and norms of float8 do not exist.
     return tensor if tensor.dtype in _REAL else tensor.float()
-
-
-def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The largest magnitude of each, left on the device: finite exactly where the tensor is."""
-    # An empty tensor has no largest magnitude.
-    numbers = [x if x.numel() else x.new_zeros(1) for x in map(values, tensors)]
-    return [*torch._foreach_norm(numbers, math.inf)] if numbers else []
 
 
 def _all_finite(numbers: Tensor) -> bool:
