@@ -62,7 +62,8 @@ class Task:
             ``"none"`` (it does not), ``"linear"`` or ``"cosine"``.
         loader_workers: Processes that make batches ahead of the training; 0: none.
         start: Checkpoint that every run begins from, in place of fresh weights: a file or folder of
-            torch, safetensors, Hugging Face's Trainer or Accelerate.
+            torch, safetensors, Hugging Face's Trainer or Accelerate. With the optimizer's state, if
+            it is there; learning rate, betas and weight decay stay the task's.
 
     Raises:
         InputError: If a field has the wrong type or is out of range, or the data are empty.
@@ -130,7 +131,8 @@ class Task:
     ) -> "Task":
         """Makes a task from the data loader of a training loop.
 
-        Its sampler says which samples there are, a study in which order. A stream is read once.
+        Its sampler says which samples there are, a study in which order. A stream is read once, and
+        kept in memory.
 
         Args:
             loader: Makes batches of single samples.
@@ -161,11 +163,13 @@ class Task:
     ) -> "Task":
         """Makes a task from a Hugging Face model and a tokenized data set.
 
-        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100.
+        A sample's loss is the mean cross-entropy, in nats, over its tokens whose label is not -100;
+        0 where it has none.
 
         Args:
             make_model: Makes a model; of one to be fine-tuned, a copy.
-            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value.
+            dataset: A ``datasets.Dataset``, or a sequence of mappings from column to value. Columns
+                that the model's ``forward`` does not take are left out.
             valid: Data set of the held-out samples.
             objective: ``"causal-lm"``, ``"masked-lm"`` or ``"classification"``.
             collator: ``(list of mappings) -> batch`` with ``labels``, such as a

@@ -43,13 +43,15 @@ class Finding:
 
     Attributes:
         kind: ``"batch"``, ``"weight"``, ``"output"``, ``"loss"``, ``"gradient"`` or
-            ``"parameter"``: the place where something first was not finite; ``"unseen"`` and
-            ``"unknown"`` of a gradient where that was not seen (:attr:`cause` says it in words).
+            ``"parameter"``: the place where something first was not finite. Of a gradient
+            ``"unseen"``, where no pass was seen to make it so, and ``"unknown"``, where what was
+            seen does not say why.
         name: The module whose forward (``"output"``) or backward pass (``"gradient"``) made it, or
             the parameter; empty for the model's own code, and where it is not known.
         seen_in: The tensor in which it was seen, in words.
         finite_before: The last tensor before it that was finite; empty for none.
         batch: Index of the batch: forward passes with gradients since the watch was made.
+        rank: The process.
         last: Index of the last batch in the unbroken row of faults that begins with it.
         rows: Indices, in the first dimension of that tensor, whose values are not finite; at most
             16. Empty if its length is not that of the batch.
