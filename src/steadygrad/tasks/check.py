@@ -216,7 +216,7 @@ def check_model_maker(
 
 
 def optimizer_of(make: Callable[[float], Any], lr: float, what: str) -> Optimizer:
-    """The optimizer that a function, ``what`` by name, makes of a learning rate."""
+    """Makes an optimizer by a function of a learning rate, which ``what`` names."""
     with guarded(what):
         optimizer = make(lr)
     if not isinstance(optimizer, Optimizer):

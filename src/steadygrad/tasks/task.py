@@ -198,7 +198,7 @@ class Task:
         return task
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Makes the optimizer of a model; a TaskError from what ``make_optimizer`` raises."""
+        """Makes the optimizer of a model; an error of ``make_optimizer`` is a TaskError."""
         takes = self.optimizer_takes
         # Lists: a factory may go through them once for each of its groups.
         first = model if takes == "model" else list(getattr(model, takes)())
