@@ -55,7 +55,7 @@ class Losses:
 def study(number: int, bowl: float, shifts: tuple[float, ...], cliff: bool) -> list[Verdict]:
     """The verdicts of a whole study: pairs that run ahead change nothing, so that all are run."""
     names = ("adamw", *map(str, range(1, len(shifts))))
-    plan = Plan(arms=tuple(Arm(name, 8) for name in names), samples=2, pairs=MOST, work=1)
+    plan = Plan(arms=tuple(Arm(name, 8) for name in names), samples=2, seeds=MOST, work=1)
     header: Any = SimpleNamespace(plan=plan, task=None, settings=None)
     losses, results = Losses(number, bowl, shifts, cliff), Results()
 

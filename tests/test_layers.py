@@ -65,9 +65,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 763,
     "integrations": 949,
-    "studies": 3314,
-    "studies/advise": 1182,
-    "studies/compare": 1293,
+    "studies": 3331,
+    "studies/advise": 1181,
+    "studies/compare": 1295,
     "studies/inspect": 1140,
     "studies/ab": 989,
     "tasks": 1602,

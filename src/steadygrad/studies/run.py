@@ -32,7 +32,8 @@ from steadygrad.studies.folder import (
     understanding,
     write_summary,
 )
-from steadygrad.studies.header import changes, make_header
+from steadygrad.studies.header import changes, check_task, make_header
+from steadygrad.studies.paired import MOST
 from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import Task
@@ -172,12 +173,17 @@ def resume(
     """
     run, given = read_run(folder), dict(given or {})
     settings = _agreed(run, name, given)
-    header = msgspec.structs.replace(run.header, settings=settings)
+    plan = run.header.plan
+    if "seeds" in given:
+        plan = msgspec.structs.replace(plan, seeds=settings.seeds or MOST)
+    header = msgspec.structs.replace(run.header, settings=settings, plan=plan)
     with understanding(folder):
         complete = not work.trials_of(header, run.results)
         summary = summarize(header, run.results, "complete") if complete else None
     # A complete run needs neither its device nor the other ranks.
     if summary is not None:
+        if task is not None:
+            check_task(header.task, task)
         is_main = launched()[0] == 0
         if is_main and "budget" in given:
             monitor.say("this run is complete. Remedy: start a new run with a longer --budget.")

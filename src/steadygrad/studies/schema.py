@@ -24,7 +24,7 @@ Planned = TypeVar("Planned")
 # Version of the folder's format.
 SCHEMA = 5
 # Settings that --resume may change: they decide when a study ends, not its numbers.
-FREE = ("budget", "workers", "dask", "executor", "pairs")
+FREE = ("budget", "workers", "dask", "executor", "pairs", "seeds")
 # Names of the built-in tasks.
 TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 

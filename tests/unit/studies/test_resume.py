@@ -11,6 +11,7 @@ from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
 from steadygrad.studies.run import resume, start
+from steadygrad.studies.schema import Training
 from steadygrad.studies.work import run_trial
 from tests.refusals import refused
 from tests.unit.studies import tiny_task
@@ -28,6 +29,7 @@ from tests.unit.studies.framework import (
     planned,
     recorded,
     summary,
+    timeless,
     tiny,
 )
 from tests.unit.studies.results import rewrite_header, trial
@@ -88,6 +90,29 @@ def test_a_complete_run_is_not_run_again(whole, tmp_path):
     write_summary(folder, now | {"words": ["Words of an older version."]})
     assert dumps(go_on(folder)[0].summary) == dumps(now)
     assert summary(folder) == dumps(now)
+
+
+def test_a_complete_run_may_have_more_seeds(whole, tmp_path):
+    """But none that no look takes."""
+    folder = copy(whole, tmp_path / "run")
+    outcome, watcher = go_on(folder, seeds=9)
+    assert (outcome.summary.status, watcher.stages != []) == ("complete", True)
+    assert timeless(whole).items() < timeless(folder).items()
+    assert {run.seed for run in read_run(folder).results.select(Training)} == {*range(8)}
+
+
+def test_a_complete_run_is_of_no_other_task(whole, tmp_path):
+    """The answer of another task would be taken for that of this one."""
+    folder = copy(whole, tmp_path / "run")
+    changes = {"name": "other", "lr": 0.5, "corpus": "new"}
+    for name, value in changes.items():
+        own = {"provenance": {name: value}} if name == "corpus" else {name: value}
+        task = tiny_task.make_task(**own)
+        with refused(name):
+            resume(folder, {}, task=task, deadline=Deadline(), monitor=Watcher())
+    task = tiny_task.make_task()
+    again = resume(folder, {}, task=task, deadline=Deadline(), monitor=Watcher())
+    assert dumps(again.summary) == summary(folder)
 
 
 # What must not change

@@ -12,7 +12,7 @@ from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.ladder import USUAL
-from steadygrad.studies.paired import FIRST, MOST, looked
+from steadygrad.studies.paired import FIRST, MOST
 from steadygrad.studies.text import show
 from steadygrad.studies.trials import start_up
 
@@ -90,8 +90,7 @@ def make_plan(
         need = FEWER * (least * one + rest) / workers + start_up(workers)
         raise _too_small(settings, need, own)
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
-    # 4, 5, 6, 7, 8, 10, 12, 15, ...: pairs between two looks would tell nothing.
-    arms, seeds = sizes_of(batch_size, most, world), looked(settings.seeds or MOST)
+    arms, seeds = sizes_of(batch_size, most, world), settings.seeds or MOST
     return Plan(
         arms=arms,
         samples=length,

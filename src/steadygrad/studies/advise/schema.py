@@ -18,7 +18,7 @@ SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as
 TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = (
     "Most seeds of each batch size: 4, 5, 6, 7, 8, 10, 12, 15 and so on to 64, rounded down. 0 or "
-    "auto: as many as the budget allows."
+    "auto: as many as the budget allows. With --resume: a higher limit."
 )
 
 # For `--help`.

@@ -90,7 +90,7 @@ def _pairs(found: BatchSizes, arm: int) -> int:
 
 
 def _next(found: BatchSizes, arm: int) -> int:
-    return next_look(_pairs(found, arm), found.plan.seeds)
+    return next_look(_pairs(found, arm), looked(found.plan.seeds))
 
 
 def _next_arm(found: BatchSizes) -> int | None:
@@ -132,6 +132,6 @@ def _rates(found: BatchSizes) -> Wanted:
         for step in RATES:
             other = known.get(step)
             if other is None or not other.verdict:
-                most = min(there, PAIRS, found.plan.seeds)
+                most = min(there, PAIRS, looked(found.plan.seeds))
                 for seed in range(next_look(other.seeds if other else 0, most)):
                     yield arm, found.length, step, seed

@@ -41,7 +41,7 @@ class Optimizers(paired.Evidence):
         """An arm's trainings at its tuned rate, by seed. Default: those of the whole length."""
         step = self.step(arm)
         found = {} if step is None else self.trainings(arm, samples or self.plan.samples, step)
-        return {seed: run for seed, run in found.items() if seed < self.plan.pairs}
+        return {seed: run for seed, run in found.items() if seed not in SEEDS}
 
     @cached_property
     def judged(self) -> dict[int, tuple[Verdict | None, int]]:
@@ -49,7 +49,9 @@ class Optimizers(paired.Evidence):
         found, plan = {}, self.plan
         for arm in plan.compared:
             pairs = paired.losses_of(self.pairs(plan.baseline(arm)), self.pairs(arm)).shape[1]
-            found[arm] = paired.judged(pairs, partial(self._judge, arm), plan.pairs, plan.first)
+            # A resume may have raised the plan's.
+            most = max(pairs, plan.seeds)
+            found[arm] = paired.judged(pairs, partial(self._judge, arm), most, plan.first)
         return found
 
     def wanted(self, arm: int) -> int:

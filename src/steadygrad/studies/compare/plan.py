@@ -55,11 +55,11 @@ def make_plan(
             f"--budget {2 * begun}s or more, or fewer --samples."
         )
     work = math.ceil(samples * (whole + halves / 2) + fixed)
-    plan = Plan(arms=arms, samples=samples, pairs=settings.seeds, work=work)
-    if plan.pairs < plan.first:
+    plan = Plan(arms=arms, samples=samples, seeds=settings.seeds, work=work)
+    if plan.seeds < plan.first:
         raise InputError(
             f"--seeds should be at least {plan.first}, the fewest pairs that can give a verdict. "
-            f"Found {plan.pairs}. Remedy: --seeds 10."
+            f"Found {plan.seeds}. Remedy: --seeds 10."
         )
     return plan
 

@@ -46,7 +46,7 @@ BATCHES = (
     "them."
 )
 SAMPLES = "Length of the trainings; 0: as the budget allows."
-SEEDS = "Most paired seeds of each optimizer; fewer, once it can be told."
+SEEDS = "Most paired seeds of each optimizer, where fewer do not tell. With --resume: a new limit."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         arms: By batch size, AdamW first: the baseline of the others at that size.
         samples: Length of the trainings, a whole number of steps of every arm, as is its half.
-        pairs: Most paired seeds of an arm.
+        seeds: Most paired seeds of an arm.
         work: Cost of about as many trials as tell, in samples.
         costs: By optimizer, as they were measured before the first trial.
         traits: By optimizer, of those that are not built in.
@@ -105,7 +105,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     arms: Annotated[tuple[Arm, ...], Meta(min_length=2, max_length=4096)]
     samples: Positive
-    pairs: Annotated[int, Meta(ge=1, le=MOST)]
+    seeds: Annotated[int, Meta(ge=1, le=MOST)]
     work: Positive
     costs: dict[str, Cost] = {}
     traits: dict[str, Traits] = {}
@@ -142,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def first(self) -> int:
         """Fewest pairs with which a verdict is possible."""
-        return pairs_needed(1.0, 0.0, self.alpha) or self.pairs
+        return pairs_needed(1.0, 0.0, self.alpha) or self.seeds
 
     def baseline(self, number: int) -> int:
         """Number of the first arm with an arm's batch size."""

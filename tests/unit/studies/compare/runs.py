@@ -20,7 +20,7 @@ from tests.unit.studies.framework import Watcher, checked, make_trainer, speed_i
 from tests.unit.studies.results import make_header
 
 ALL = ("adamw", "scaledadam", "lans", "lamb", "sgd", "muon")
-PLAN = Plan(arms=(), samples=128, pairs=16, work=1)
+PLAN = Plan(arms=(), samples=128, seeds=16, work=1)
 ADDED = Path(__file__).parent / "added.py"
 
 

@@ -177,7 +177,7 @@ def test_parts_of_a_record(most, verdicts):
 
 def test_the_order_in_which_trials_end_changes_nothing():
     """Nor does a number of workers, or an end on the way: what is asked for is all that counts."""
-    plan, losses = planned(pairs=12), noisy(0.1, lans=-0.2, sgd=0.05)
+    plan, losses = planned(seeds=12), noisy(0.1, lans=-0.2, sgd=0.05)
     whole = record(plan, losses)
     expected = {result.key: result for result in whole}
     assert len({run.seed for run in whole if run.key[0] == "training"}) > 6
@@ -209,7 +209,7 @@ def test_no_finding_contradicts_another(number):
     lost = generator.choice([0.0, 0.02])
     failing = lambda **fields: random.Random(f"{number}{fields}").random() < lost
     most = generator.choice([None, 40, 80])
-    found = summary(planned(pairs=generator.choice([5, 12])), but(curve, failing), most=most)
+    found = summary(planned(seeds=generator.choice([5, 12])), but(curve, failing), most=most)
     for row in found.verdicts:
         assert (row.verdict == "better") == (row.high < 0)
         assert (row.verdict == "worse") == (row.low > 0)

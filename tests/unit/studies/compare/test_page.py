@@ -22,7 +22,7 @@ plain = pytest.mark.usefixtures("no_charts")
 
 def made_run(loss_of=None, *, most=None, status="complete", **plan):
     """A run with the summary that the study itself would write."""
-    plan = planned(**{"pairs": 6, **plan})
+    plan = planned(**{"seeds": 6, **plan})
     header, results = header_of(plan), record(plan, loss_of or noisy(lans=-0.3), most=most)
     total = summarize(header, results, status).to_dict() if status else None
     return Run(Path(), header, results, total)

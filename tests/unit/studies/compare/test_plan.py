@@ -65,7 +65,7 @@ def test_a_given_length_and_what_cannot_be_planned():
     with pytest.raises(InputError):
         plan_for(seconds - 1)
     # A verdict by four pairs, where there is one comparison.
-    assert plan_for(1000, names=NAMES[:2], seeds=4).pairs == 4
+    assert plan_for(1000, names=NAMES[:2], seeds=4).seeds == 4
 
 
 def test_a_plan_without_its_baseline_is_refused():
@@ -89,7 +89,7 @@ def test_the_search_is_first_and_the_pairs_go_seed_by_seed():
 
 
 def test_an_arm_that_is_told_is_trained_no_more():
-    runs = record(planned(pairs=6), noisy(lans=-0.3)).select(Training)
+    runs = record(planned(seeds=6), noisy(lans=-0.3)).select(Training)
     seeds = [{run.seed for run in runs if run.arm == arm and run.seed < 64} for arm in range(3)]
     assert seeds == [{*range(6)}, {*range(5)}, {*range(6)}]
     halves = {run.seed for run in runs if run.samples == 64}
@@ -99,12 +99,12 @@ def test_an_arm_that_is_told_is_trained_no_more():
 def test_arms_that_always_diverge_end_the_study():
     plan = planned(("adamw", "lans"))
     found = record(plan, lambda **_: math.inf)
-    pairs = [one for one in found if one.seed < plan.pairs and one.samples == plan.samples]
+    pairs = [one for one in found if one.seed < plan.seeds and one.samples == plan.samples]
     assert len(pairs) == 2 * plan.first
     # The ladders went down as far as they go.
     assert min(one.step for one in found) == -FARTHEST
 
 
 def test_a_ladder_of_equal_losses_has_no_edge():
-    plan = planned(("adamw", "lans"), pairs=4)
+    plan = planned(("adamw", "lans"), seeds=4)
     assert [one.interior for one in summary(plan, lambda **_: 0.5).tuned] == [True, True]

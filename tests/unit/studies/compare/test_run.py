@@ -27,7 +27,7 @@ def test_tensors_of_a_state_count_at_any_depth_and_once():
     assert _state_bytes(optimizer) == 4 * 10 + 8 * 3
 
 
-SMALL = planned(("adamw", "lans"), samples=64, pairs=4)
+SMALL = planned(("adamw", "lans"), samples=64, seeds=4)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def untimed(summary):
 @pytest.mark.slow
 def test_the_tasks_optimizer_and_two_of_the_users_own(tmp_path):
     names = ("adamw", "sgd", "muon", "task", "adamax", "grouped")
-    plan = planned(names, (4, 16), samples=64, pairs=6)
+    plan = planned(names, (4, 16), samples=64, seeds=6)
     added = {"optimizers": "sgd,muon,task", "add": f"{ADDED}:adamax,{ADDED}:grouped"}
     # In float16 a loss scale steps all of them, also Muon with AdamW.
     outcome, _ = begin(tmp_path / "run", at=None, plan=plan, dtype="float16", **added)
