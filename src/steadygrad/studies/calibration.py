@@ -8,12 +8,15 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.header import cores, memory_bytes
+from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 
 WARM_UP_STEPS = 4
 SECONDS = 0.3
+# Some optimizers divide by a rate. A study may search another one than a task's that diverges.
+NO_RATE = 1e-9
 # Workers pay for their start, and share the memory's bandwidth.
 WORTH = 1.3
 # Least speed-up for which a trial gets several threads: on a busy machine threads wait for one
@@ -107,7 +110,8 @@ def measured_speed(trainer: Trainer, size: int, *, few: bool = False) -> float:
     context, data, clock = trainer.context, trainer.task.train, clock_of(trainer)
 
     def measure() -> float:
-        steps = trainer.run(Order(len(data), trainer.seed, "speed"), 0, 1 << 40, size)
+        order = Order(len(data), trainer.seed, "speed")
+        steps = trainer.run(order, 0, 1 << 40, size, rate=Rate(factor=NO_RATE))
         for _ in range(1 if few else WARM_UP_STEPS):
             next(steps)
         began, seen = clock(), 0

@@ -36,7 +36,8 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
     trials = [_trial(found, *one) for search in searches for one in search]
     if found.pairs and not header.task.dependent:
         cost, what = found.length, f"noise scale over {found.length:,}"
-        trials.insert(0, Trial((Noise.kind(), found.length), cost, what))
+        given = {"step": found.tuned(0)}
+        trials.insert(0, Trial((Noise.kind(), found.length), cost, what, given))
     return trials
 
 

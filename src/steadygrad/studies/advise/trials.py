@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import fmean
 
 from steadygrad._checks import InputError
@@ -16,7 +17,7 @@ from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import main_order
 from steadygrad.studies.paired import FIRST
 from steadygrad.studies.schema import Training
-from steadygrad.studies.trainer import Trainer
+from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE
 from steadygrad.studies.work import Workplace
 
@@ -94,7 +95,7 @@ def _averaged(curve: Sequence[tuple[int, float]], marks: Sequence[int]) -> tuple
     return fmean(curve[i][0] for i in ends), fmean(curve[i][1] for i in ends)
 
 
-def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
+def noise(plan: Plan, place: Workplace, samples: int, step: float) -> Noise:
     """Measures the gradient noise scale along the smallest batch's training, in micro-batches."""
     trainer, world, size = place.trainer, place.trainer.context.size, plan.arms[0]
     if size < MICRO_BATCHES:  # one gradient a step has no spread
@@ -106,16 +107,18 @@ def noise(plan: Plan, place: Workplace, samples: int) -> Noise:
     trainer.seed_everything("run", 0)
     scale = NoiseScale(trainer.wrapped, samples=trainer.micro_batch_size, scaler=trainer.scaler)
     trainer.optimizer.register_step_pre_hook(lambda *_: scale.step(grad_scale=1.0))
-    order, rate = main_order(len(trainer.task.train), trainer.seed), Rate(total=samples)
+    order = main_order(len(trainer.task.train), trainer.seed)
+    rate = Rate(factor=2.0**step, total=samples)
     left, points, at = [part * samples for part in POINTS], list[NoiseAt](), 0
     names = {*NoiseAt.__struct_fields__} - {"samples"}
-    for seen in trainer.run(order, 0, samples, size, rate=rate):
-        place.advance(seen - at)
-        at = seen
-        if at + size > left[0]:
-            found = scale.estimate().as_dict()
-            points.append(NoiseAt(samples=at, **{name: found[name] for name in names}))
-            left = left[1:] or [math.inf]
+    with suppress(Diverged):
+        for seen in trainer.run(order, 0, samples, size, rate=rate):
+            place.advance(seen - at)
+            at = seen
+            if at + size > left[0]:
+                found = scale.estimate().as_dict()
+                points.append(NoiseAt(samples=at, **{name: found[name] for name in names}))
+                left = left[1:] or [math.inf]
     scale.remove()
     return Noise(samples=samples, points=tuple(points))
 

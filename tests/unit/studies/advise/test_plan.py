@@ -263,9 +263,9 @@ def test_a_larger_batch_warms_up_from_the_tasks_rate_or_from_0(place, monkeypatc
 
 def test_the_noise_scale_is_that_of_the_reference_training(place):
     """At each point a span of measurements; with one sample a step there is none."""
-    found = trials.noise(replace(PLAN, arms=(4, 8)), place, 256)
+    found = trials.noise(replace(PLAN, arms=(4, 8)), place, 256, 0.0)
     assert [point.samples for point in found.points] == [16, 64, 128, 256]
     assert place.trainer.steps == 64
     assert found.points[-1].noise_trace > 0
     place.trainer.task = replace_task(place.trainer.task, batch_size=1)
-    assert trials.noise(replace(PLAN, arms=(1, 2)), place, 256).points == ()
+    assert trials.noise(replace(PLAN, arms=(1, 2)), place, 256, 0.0).points == ()

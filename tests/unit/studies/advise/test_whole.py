@@ -16,7 +16,7 @@ def make_model() -> nn.Module:
     return model
 
 
-def task_of(rule: str) -> Task:
+def task_of(rule: str, lr: float = 0.005) -> Task:
     """A weight that is to become one; all samples say so."""
     return Task(
         name="one",
@@ -26,7 +26,7 @@ def task_of(rule: str) -> Task:
         valid=TensorSamples(torch.ones(1, 1)),
         per_sample_loss=lambda model, x: (model.weight.ravel() - x.ravel()).square(),
         make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
-        lr=0.005,
+        lr=lr,
         batch_size=4,
         lr_rule=rule,
     )
@@ -58,3 +58,12 @@ def test_where_the_rate_makes_up_for_the_batch_a_larger_one_is_advised(tmp_path)
     assert found.recommendation.batch_size == max(row.batch_size for row in found.checked)
     assert found.recommendation.overhead <= 0.2
     assert found.noise[-1].samples == 256
+
+
+def test_a_rate_at_which_nothing_trains_is_no_obstacle_to_a_search(tmp_path):
+    """Above one a step goes farther than twice the way; so does that of the measured speed."""
+    found = advice(task_of("constant", lr=20.0), tmp_path / "run", tune=True)
+    assert found.status == "complete"
+    assert found.lr < 1
+    # Of a training at the rate that was found.
+    assert [point.samples for point in found.noise] == [16, 64, 128, 256]
