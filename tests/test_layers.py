@@ -65,8 +65,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 763,
     "integrations": 949,
-    "studies": 3331,
-    "studies/advise": 1181,
+    "studies": 3335,
+    "studies/advise": 1150,
     "studies/compare": 1295,
     "studies/inspect": 1140,
     "studies/ab": 989,

@@ -112,7 +112,7 @@ class CompiledTrainer:
 def plan_of(world: World, samples: int, seeds: int) -> Plan:
     """A plan over so many samples."""
     arms = sizes_of(world.batch_size, samples // FEWEST_STEPS, 1)
-    return Plan(arms=arms, samples=samples, seeds=seeds, samples_per_second=1000.0, work=1)
+    return Plan(arms=arms, samples=samples, seeds=seeds, work=1)
 
 
 def header_of(world: World, seed: int, plan: Plan) -> Header:

@@ -46,7 +46,7 @@ RUNTIME = Runtime(
     micro_batch_size=64,
     workers=1,
 )
-PLAN = Plan(arms=(4, 6, 8, 16), samples=256, seeds=4, samples_per_second=200.0, work=10_628)
+PLAN = Plan(arms=(4, 6, 8, 16), samples=256, seeds=4, work=10_628)
 
 
 def changed(value: Any, **fields: Any) -> Any:

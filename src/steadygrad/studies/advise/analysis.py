@@ -116,18 +116,6 @@ class Pairs:
         """Whether the whole interval is beyond the tolerance."""
         return self.overheads[1] > self.tolerance
 
-    @cached_property
-    def needed(self) -> int:
-        """Pairs with which it should be decided, if means and deviations stay as they are."""
-        if self.passed or self.failed:
-            return len(self)
-        fits = self.overheads[0] <= self.tolerance
-        # It passes at the margin, and fails at the tolerance.
-        gap = self.behind(np.asarray(self.tolerance * (MARGIN if fits else 1.0)))
-        mean, variance = abs(float(gap.mean())), float(gap.var(ddof=1))
-        needed = paired.pairs_needed(mean, variance, paired.ALPHA, prior=self.prior)
-        return max(needed or paired.MOST, len(self) + 1)
-
 
 def shared_variance(others: Iterable[Pairs]) -> Prior:
     """The median variance of the differences at other batch sizes.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes, Pairs
-from steadygrad.studies.advise.plan import OTHER_RATES, rate_of, warmup_samples
+from steadygrad.studies.advise.plan import rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
 
@@ -45,7 +45,7 @@ def _recommendation(found: BatchSizes) -> Recommendation:
     if not found.pairs:
         return Recommendation(why="unmeasured")
     if arm is None:
-        return Recommendation(why="undecided", samples=found.length, minutes=_minutes(found))
+        return Recommendation(why="undecided", samples=found.length)
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
     size = found.plan.arms[arm]
     lr = rate_of(task, size, found.tuned(arm) or 0.0)
@@ -64,20 +64,6 @@ def _recommendation(found: BatchSizes) -> Recommendation:
         half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
         decay_half_life=at * math.log(2) / decay if decay else None,
     )
-
-
-def _minutes(found: BatchSizes) -> float | None:
-    """Time for the pairs that may decide over the size that needs the fewest; None: too many."""
-    most, seeds = found.failed or math.inf, found.plan.seeds
-    undecided = (pairs for arm, pairs in found.pairs.items() if arm < most and not pairs.passed)
-    missing = min((p.needed - len(p) for p in undecided if p.needed <= seeds), default=None)
-    if missing is None:
-        return None
-    pair = sum(found.lengths(found.length)) + found.length
-    # The search for rates takes its part as well.
-    samples = missing * pair / (1 - OTHER_RATES)
-    speed = found.plan.samples_per_second * found.header.runtime.workers
-    return float(samples / speed / 60)
 
 
 def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:

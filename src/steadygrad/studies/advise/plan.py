@@ -95,7 +95,6 @@ def make_plan(
         arms=arms,
         samples=length,
         seeds=seeds,
-        samples_per_second=1 / own,
         work=max(1, min(int(workers * settings.budget / own), len(arms) * seeds * length)),
     )
 

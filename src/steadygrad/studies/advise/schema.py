@@ -44,14 +44,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         arms: Batch sizes that can be tried, ascending; the first is the task's own, the reference.
         samples: Length of the training that the advice is for, at most.
         seeds: Most trainings of an arm.
-        samples_per_second: Training speed of one trial that the plan reckons with.
         work: Samples of the smallest batch that the budget has time for.
     """
 
     arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
     samples: Positive
     seeds: Annotated[int, Meta(ge=0, le=64)]
-    samples_per_second: schema.PositiveFloat
     work: Positive
 
     @property
@@ -121,7 +119,6 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
         decay_half_life: Samples after which weights that only decay are halved.
         why: Why there is none: ``"unmeasured"``, ``"flat"`` (the smallest batch's loss does not
             fall), or ``"undecided"``.
-        minutes: About how long it would take to decide, at this study's speed.
     """
 
     batch_size: int | None = None
@@ -134,7 +131,6 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
     half_life: float | None = None
     decay_half_life: float | None = None
     why: str = ""
-    minutes: float | None = None
 
 
 class OtherRate(msgspec.Struct, frozen=True, kw_only=True):

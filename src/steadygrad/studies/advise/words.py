@@ -42,13 +42,9 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
     larger = next(above, None)
     why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
     if found.batch_size is None:
-        then = "more seeds than it has would be needed, so"
-        if found.minutes is not None and s.status != "complete":
-            minutes = math.ceil(found.minutes)
-            time = f"{minutes:,} more minute{'s' * (minutes != 1)}"
-            then = f"--resume for about {time} may tell; till then"
+        more = "--resume with more --seeds" if s.status == "complete" else "--resume"
         unknown = f"For {samples} it is not known whether a larger batch can be used"
-        return f"{unknown}: {why}; {then} stay at {base}.", f"stay at {base}"
+        return f"{unknown}: {why}; {more} may tell, till then stay at {base}.", f"stay at {base}"
     run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
     if run is not None:

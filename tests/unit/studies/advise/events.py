@@ -39,7 +39,7 @@ def make_header(
     samples: int = LENGTH, *, task=None, runtime=None, settings=None, **plan: Any
 ) -> Header:
     own = {"batch_size": 8, "train_size": 100_000, "beta2": None, "weight_decay": None}
-    fields = {"arms": SIZES, "samples": samples, "seeds": 16, "samples_per_second": 1000.0}
+    fields = {"arms": SIZES, "samples": samples, "seeds": 16}
     return results.make_header(
         plan=replace(results.PLAN, **{**fields, **plan}),
         task=replace(results.TASK, **{**own, **(task or {})}),

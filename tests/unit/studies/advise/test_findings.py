@@ -94,7 +94,6 @@ def test_no_finding_contradicts_a_number(first):
             assert advised.batch_size < min((s for s, r in rows.items() if r.beyond), default=1e9)
             assert not math.isinf(run.loss)
         assert (advised.batch_size is None) == (advised.why != "")
-        assert advised.minutes is None or advised.why == "undecided"
         assert (advised.why == "flat") == (evidence.length == 0)
         compared = evidence.length == 0 or evidence.pairs
         assert (advised.why == "unmeasured") == (not compared)

@@ -10,7 +10,6 @@ from steadygrad.studies.advise.analysis import Pairs, other_rate
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import FIRST, MOST
 from tests.unit.studies.advise.events import LENGTH, make_header, seeds, training
 
 
@@ -91,16 +90,6 @@ def test_a_better_rate_has_to_be_worth_the_last_of_the_tolerated_samples(loss, f
     curves = {seed: [(100, 1.9), (200, 1.1), (300, 1.0)] for seed in range(4)}
     own, tried = (dict(enumerate(seeds(8, losses=lambda place, x=x: x))) for x in (1.0, loss))
     assert other_rate(tried, own, curves).verdict == found
-
-
-def test_pairs_that_a_decision_needs():
-    assert pairs(0.1).needed == pairs(0.3).needed == FIRST
-    noise = np.array([-0.03, 0.0, 0.0, 0.03])
-    at = {truth: pairs(truth, noise).needed for truth in (0.05, 0.15, 0.19, 0.21, 0.24, 0.35)}
-    # The closer to the tolerance, or to the margin where it passes, the more.
-    assert at[0.05] <= at[0.15] <= at[0.19] < at[0.21]
-    assert at[0.21] > MOST > at[0.24] > at[0.35] > FIRST
-    assert pairs(0.15, 2 * noise).needed > at[0.15]
 
 
 LOST = seeds(8, step=1.0, noise=math.inf)

@@ -50,7 +50,8 @@ FLAT = {"recommendation": schema.Recommendation(why="flat")}
         (8, replace(FAILED, low=INF, loss=INF), {}, ["batch 12 diverged."]),
         # No rounding hides on which side of the tolerance it is.
         (8, UNCERTAIN, {}, ["20.04%", "0% to more than 60%", "not certain"]),
-        (None, UNCERTAIN, {}, ["2 more minutes may tell; till then stay"]),
+        (None, UNCERTAIN, {}, ["--resume may tell, till then stay"]),
+        (None, UNCERTAIN, {"status": "complete"}, ["--resume with more --seeds may tell"]),
         # 1.13 times a third fewer steps.
         (12, rate("fits"), {}, ["train at batch 12", "it needs 13% more", "25% fewer optimizer"]),
         (12, rate("low"), {}, ["Learning rate 0.002 does better", "by 0.02", "0.01 to 0.03"]),
@@ -63,7 +64,7 @@ FLAT = {"recommendation": schema.Recommendation(why="flat")}
     ],
 )
 def test_sentences(summary, size, finding, fields, parts):
-    known = {"why": "" if size else "undecided", "lr": 0.00122, "samples": 4096, "minutes": 1.2}
+    known = {"why": "" if size else "undecided", "lr": 0.00122, "samples": 4096}
     advice = schema.Recommendation(batch_size=size, **known)
     rates = (finding,) if isinstance(finding, schema.RateVerdict) else ()
     checked = (finding,) if isinstance(finding, schema.Checked) else (run(),)
