@@ -68,7 +68,7 @@ CEILINGS = {
     "studies": 3331,
     "studies/advise": 1181,
     "studies/compare": 1295,
-    "studies/inspect": 1140,
+    "studies/inspect": 1119,
     "studies/ab": 989,
     "tasks": 1602,
     "noise": 2551,

@@ -96,15 +96,6 @@ def test_one_infinity_among_a_million_values_is_drawn(painted):
     assert {x for x, _ in boxes(axes)["late"]} == {0, 17, NOT_FINITE}
 
 
-def test_the_curves_are_the_losses(painted):
-    (axes,) = painted(trained("before") + trained("after"), "training")
-    curves = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
-    assert curves[charts.SCHEDULE] == [2.0 / n for n in range(1, 9)]
-    assert curves[charts.CRITICAL] == [1.0 / n for n in range(1, 9)]
-    named = {text.get_color(): text.get_text() for text in axes.get_legend().get_texts()}
-    assert named == dict(zip((charts.SCHEDULE, charts.CRITICAL), TITLES, strict=True))
-
-
 @pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize("phases", [(), ("before",), ("before", "search")])
 def test_a_partial_run_says_so(phases):
