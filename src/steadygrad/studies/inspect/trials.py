@@ -21,7 +21,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
-from steadygrad.studies.order import generators_kept, main_order
+from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace
@@ -43,12 +43,12 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     most = min(schema.STEPS, fitting // PARTS * PARTS)
     steps = settings.steps or max(schema.LEAST_STEPS, most)
     work = len(PHASES) * steps * batch + evaluations
-    return Plan(batch_size=batch, steps=steps, work=work)
+    return Plan(largest_batch=batch, steps=steps, work=work)
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The phases that can be trained."""
-    search = header.plan.steps * header.plan.batch_size
+    search = header.plan.steps * header.plan.largest_batch
     evaluated = search + evaluation_cost(header.task.valid_size)
     costs = {BEFORE: evaluated, SEARCH: search}
     trials = [Trial(("phase", name), cost, TITLES[name]) for name, cost in costs.items()]
@@ -75,7 +75,6 @@ def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) 
     loss = math.nan if searching else place.evaluate()
     return schema.Phase(
         phase=phase,
-        samples=plan.steps * plan.batch_size,
         parts=parts,
         valid_loss=loss if math.isfinite(loss) else None,
     )
@@ -89,11 +88,11 @@ def _train(
 ) -> schema.Part:
     """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
     trainer, plan, searching = place.trainer, place.header.plan, phase == SEARCH
-    size = plan.batch_size
+    size = plan.largest_batch
     # Phases see the same data and the same random numbers.
     trainer.seed_everything("train", part)
     first, last = (plan.steps * parts // PARTS for parts in (part, part + 1))
-    order = main_order(len(trainer.task.train), trainer.seed)
+    order = Order(len(trainer.task.train), trainer.seed)
     histograms = ExponentHistograms(trainer.scaler.get_scales())
     device = trainer.context.device
     before, kept = trainer.scaler.state_dict(), generators_kept(device)

@@ -30,7 +30,7 @@ def trained(name, **layers):
     top = 2.0 if name == "before" else 1.0
     found = enumerate(first[:4] + last[4:], start=1)
     parts = tuple(replace(part, steps=10 * n, loss=top / n) for n, part in found)
-    return [Phase(phase=name, samples=80, parts=parts, valid_loss=None)]
+    return [Phase(phase=name, parts=parts, valid_loss=None)]
 
 
 EARLY = counts(-20, 10, 20, 10, zero=60)
