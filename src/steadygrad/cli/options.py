@@ -30,8 +30,8 @@ class Command(NamedTuple):
 
     text: str
     examples: tuple[str, ...]
-    page: str = "index"
-    arguments: Mapping[str, Mapping[str, Any]] = {}
+    page: str
+    arguments: Mapping[str, Mapping[str, Any]]
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -41,7 +41,6 @@ COMMANDS: Mapping[str, Command] = {
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
     ),
-    "tasks": Command("List the built-in tasks.", ("steadygrad tasks",)),
     "init": Command(
         "Write a task to begin with.",
         ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
