@@ -3,14 +3,17 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from msgspec import Meta
 
 from steadygrad import __version__
+from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
 from steadygrad.cli import main
-from steadygrad.cli.options import options_of, parser, seconds
-from steadygrad.studies.schema import TASKS
+from steadygrad.cli.options import AUTO, Parser, _add_setting, options_of, parser, seconds
+from steadygrad.studies.schema import TASKS, Count
 from steadygrad.tasks import BUILT_IN, load_task
 from tests.unit.cli.quick import ROOT
 
@@ -31,6 +34,11 @@ def test_the_version_and_the_overview(capsys):
     out = capsys.readouterr().out
     # The text of a long name begins on the next line.
     assert re.findall(r"^    ([a-z]+)\b", out, re.M) == [*STUDIES, *OTHERS]
+
+
+@pytest.mark.parametrize("word", ["--version", "--help", "-h"])
+def test_after_two_dashes_a_word_is_an_arm(word, refused):
+    assert "Found 'x'" in refused("ab", "--seed", "x", "--", "a", word)
 
 
 @pytest.mark.parametrize("command", [*STUDIES, *OTHERS])
@@ -93,6 +101,14 @@ def test_a_command_line_that_cannot_be_used_is_one_line(words, refused):
 )
 def test_a_budget_is_a_duration(text, found):
     assert seconds(text) == found
+
+
+def test_a_setting_may_have_bounds_beside_its_description():
+    options, about = Parser("ab", "", [], "ab"), Meta(description=f"How many; {AUTO}: all.")
+    _add_setting(options, "many", Annotated[Count, about], 0)
+    assert [options.read([f"--many={text}"])["many"] for text in ("3", "auto")] == [3, 0]
+    with pytest.raises(InputError, match=">= 0"):
+        options.read(["--many=-1"])
 
 
 def test_values_have_their_types_and_only_what_is_named_is_given():
