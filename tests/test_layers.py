@@ -63,13 +63,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 743,
+    "cli": 745,
     "integrations": 949,
     "studies": 3312,
     "studies/advise": 1181,
     "studies/compare": 1295,
     "studies/inspect": 1113,
-    "studies/ab": 977,
+    "studies/ab": 980,
     "tasks": 1602,
     "noise": 2551,
     "balance": 1206,

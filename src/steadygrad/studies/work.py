@@ -60,7 +60,7 @@ class Workplace:
     files: Mapping[str, str] = field(default_factory=dict)
     run: str = ""  # its identity, which rank 0 writes into each result
     # What a study's trials make once.
-    tools: Mapping[str, Any] = field(default_factory=dict)
+    tools: dict[Any, Any] = field(default_factory=dict)
 
     def evaluate(self) -> float:
         """The validation loss; its cost counts as work that is done.

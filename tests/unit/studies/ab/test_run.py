@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from msgspec import structs
 
 import steadygrad
@@ -328,6 +329,23 @@ def test_a_task_that_diverges_has_failed(tmp_path):
     tasks = tiny_task.make_task(), tiny_task.make_task(lr=1e30)
     (row,) = study(tmp_path / "run", *tasks, samples=64).summary.findings
     assert (row.verdict, row.failed) == ("worse", (0, 4))
+
+
+def test_memory_that_runs_out_in_a_run_of_b_halves_its_own_micro_batch(tmp_path):
+    """In the middle of each run, and the next one begins with the whole batch again."""
+    plain, calls, lost = tiny_task.without_dropout(), [], []
+
+    def hungry(model, batch):
+        calls.append(batch)
+        if len(calls) > 100 and model.training and len(batch[0]) > 1:
+            lost.append(len(batch[0]))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tiny_task.losses(model, batch)
+
+    tasks = plain, replace(plain, per_sample_loss=hungry)
+    own, other = values(study(tmp_path / "run", *tasks, samples=512, pairs=3))
+    assert other == pytest.approx(own, rel=1e-5)
+    assert lost == [4, 2] * 3
 
 
 def test_each_task_ends_on_a_whole_step_of_its_own(tmp_path):
