@@ -68,7 +68,7 @@ CEILINGS = {
     "studies": 3312,
     "studies/advise": 1181,
     "studies/compare": 1295,
-    "studies/inspect": 1113,
+    "studies/inspect": 1105,
     "studies/ab": 980,
     "tasks": 1602,
     "noise": 2551,
