@@ -22,7 +22,7 @@ from steadygrad.studies.compare.schema import Settings
 from steadygrad.studies.deadline import Deadline
 from steadygrad.studies.distributed import DistributedContext
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import main_order
+from steadygrad.studies.order import Order
 from steadygrad.studies.paired import ALPHA, compare
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import load_task
@@ -39,7 +39,7 @@ def train(trainer: Trainer, entry: Entry, lr: float, seed: int) -> float:
     try:
         trainer.restart(seed)
         trainer.seed_everything("run", seed)
-        order = main_order(len(task.train), trainer.seed, seed)
+        order = Order(len(task.train), trainer.seed, f"main-{seed}" if seed else "main")
         list(trainer.run(order, 0, samples, size, rate=Rate(total=samples)))
         return trainer.evaluate()
     except Diverged:

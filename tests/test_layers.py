@@ -63,13 +63,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 763,
+    "cli": 745,
     "integrations": 949,
-    "studies": 3335,
+    "studies": 3316,
     "studies/advise": 1150,
     "studies/compare": 1295,
-    "studies/inspect": 1140,
-    "studies/ab": 989,
+    "studies/inspect": 1105,
+    "studies/ab": 980,
     "tasks": 1602,
     "noise": 2551,
     "balance": 1206,

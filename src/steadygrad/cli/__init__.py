@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 
 from steadygrad import __version__
 from steadygrad._checks import InputError, check_choice, launched
@@ -18,7 +19,7 @@ from steadygrad.cli.options import COMMANDS, options_of, parser
 
 __all__ = ["main"]
 
-HELP = ("-h", "--help")
+HELP = {"-h", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +51,13 @@ def _run(arguments: list[str], began: float) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     command, *words = arguments or [""]
-    if "--version" in arguments or command in HELP:
+    own = [*takewhile("--".__ne__, arguments)]  # an arm of ab may be any word
+    if "--version" in own or command in HELP:
         overview = parser(whole=False).format_help().rstrip()
-        emit(f"steadygrad {__version__}" if "--version" in arguments else overview)
+        emit(f"steadygrad {__version__}" if "--version" in own else overview)
         return 0
     options = options_of(check_choice("COMMAND", command, (*STUDIES, *COMMANDS)))
-    if any(word in HELP for word in words):
+    if HELP.intersection(own):
         emit(options.format_help().rstrip())
         return 0
     values = options.read(words)

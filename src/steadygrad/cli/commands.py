@@ -24,17 +24,6 @@ def report(values: Mapping[str, Any]) -> None:
     emit(printable(str(write(values["RUN"]))))
 
 
-def tasks(values: Mapping[str, Any]) -> None:
-    """Prints the name and the first line of each built-in task."""
-    from steadygrad.tasks import BUILT_IN
-
-    width = max(map(len, BUILT_IN))
-    for name, make_task in BUILT_IN.items():
-        about = (make_task.__doc__ or "").partition("\n")[0]
-        emit(f"{name:{width}}  {about}")
-    emit("\nOne of your own: steadygrad init my_task.py")
-
-
 def init(values: Mapping[str, Any]) -> None:
     """Writes a task that runs as it is; a file that exists is left alone."""
     name, path = values["FILE"], Path(values["FILE"])
@@ -92,7 +81,7 @@ def _here() -> dict[str, object]:
     found["instruction set"] = torch.backends.cpu.get_cpu_capability()
     for device in ("cpu", *devices, *["mps"] * torch.backends.mps.is_available()):
         found |= _tried(f"step on {device}", _step, device)
-    return found | _tried("loops kept in", _kept_in) | _tried("gloo", check_gloo)
+    return found | _tried("gloo", check_gloo)
 
 
 def _version(package: str) -> str | None:
@@ -127,11 +116,3 @@ def _step(device: str) -> str:
     path = {"cpu": "compiled loops (Numba)", "cuda": "kernels (Triton), as multi-tensor calls"}
     found = "multi-tensor calls" if caught else path.get(own.device.type, "multi-tensor calls")
     return " ".join([found, *(f"({warning.message})" for warning in caught)])
-
-
-def _kept_in() -> str:
-    from numba.core.caching import FunctionCache
-
-    from steadygrad.optim.loops import layerwise
-
-    return str(FunctionCache(layerwise.weights_kernel).cache_path)

@@ -30,8 +30,8 @@ class Command(NamedTuple):
 
     text: str
     examples: tuple[str, ...]
-    page: str = "index"
-    arguments: Mapping[str, Mapping[str, Any]] = {}
+    page: str
+    arguments: Mapping[str, Mapping[str, Any]]
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -41,7 +41,6 @@ COMMANDS: Mapping[str, Command] = {
         "reports",
         {"RUN": {"help": "Folder of the run.", **FOLDER}},
     ),
-    "tasks": Command("List the built-in tasks.", ("steadygrad tasks",)),
     "init": Command(
         "Write a task to begin with.",
         ("steadygrad init my_task.py", "steadygrad advise my_task.py:make_task --budget 2m"),
@@ -147,7 +146,7 @@ def options_of(command: str) -> Parser:
 def _add_setting(options: Parser, name: str, hint: Any, default: Any) -> None:
     """Adds an option for a field of a study's settings."""
     hint = get_args(hint)[0] if default is None else hint  # of one that may be None
-    kind, meta = get_args(hint)
+    kind, *_, meta = get_args(hint)
     flag, text, choices = f"--{name.replace('_', '-')}", meta.description, get_args(kind)
     if kind is bool:
         options.add(flag, action="store_true", help=text)
@@ -175,7 +174,7 @@ def _read(name: str, hint: Any, text: str) -> Any:
     try:
         if name == "budget":
             value = seconds(text)
-        elif text == "auto" and AUTO in get_args(hint)[1].description:
+        elif text == "auto" and AUTO in get_args(hint)[-1].description:
             value = 0
         elif get_args(hint)[0] is float:
             value = float(text)

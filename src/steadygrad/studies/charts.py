@@ -20,9 +20,9 @@ Painter = Callable[[Figure, bool], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
-NAMES = ("ink", "muted", "grid", "paper", "critical", "noise", "schedule")
+NAMES = ("ink", "muted", "grid", "paper", "critical", "noise")
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
-INK, MUTED, GRID, PAPER, CRITICAL, NOISE, SCHEDULE = VARIABLES
+INK, MUTED, GRID, PAPER, CRITICAL, NOISE = VARIABLES
 
 WIDE, NARROW, PANEL = 800, 380, (240, 190)
 # Number of ordinary widths beyond which an interval is cut.

@@ -57,7 +57,7 @@ class Results:
 
     def get(self, kind: type[R], *key: Any) -> R | None:
         """The result of a class with these key fields; None if there is none."""
-        found = self._by_key.get((kind.kind(), *key))
+        found = self._by_key.get((str(kind.__struct_config__.tag), *key))
         return found if isinstance(found, kind) else None
 
     def select(self, kind: type[R]) -> list[R]:

@@ -27,7 +27,7 @@ class Order:
     Sequences with different names, ``stream``, are independent.
     """
 
-    def __init__(self, size: int, seed: int, stream: str) -> None:
+    def __init__(self, size: int, seed: int, stream: str = "main") -> None:
         self.size, self._seed, self._stream = size, seed, stream
         self._epoch: tuple[int, Tensor] | None = None
 
@@ -44,8 +44,3 @@ class Order:
             generator = torch.Generator().manual_seed(seed_for(self._seed, self._stream, number))
             self._epoch = number, torch.randperm(self.size, generator=generator)
         return self._epoch[1]
-
-
-def main_order(size: int, seed: int, repeat: int = 0) -> Order:
-    """The order of a training; ``repeat`` is the number of its seed."""
-    return Order(size, seed, f"main-{repeat}" if repeat else "main")

@@ -56,8 +56,7 @@ def _environment() -> Environment:
         # Markup, a kind of text, stays as it is.
         finalize=lambda value: text.clean(value) if type(value) is str else value,
     )
-    names = ("interval", "loss", "percent", "show")
-    found.filters |= {name: getattr(text, name) for name in names} | {"flat": _flat}
+    found.filters |= {"flat": _flat, "loss": text.loss, "show": text.show}
     return found
 
 

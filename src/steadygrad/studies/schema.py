@@ -82,15 +82,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     time: Mapping[str, NonNegative] = {}
 
-    @classmethod
-    def kind(cls) -> str:
-        """The name of the kind, first in its key."""
-        return str(cls.__struct_config__.tag)
-
     @property
     def key(self) -> Key:
         """The kind and the values of the key fields."""
-        return (self.kind(), *(getattr(self, field) for field in self.key_fields))
+        return (
+            str(self.__struct_config__.tag),
+            *(getattr(self, field) for field in self.key_fields),
+        )
 
 
 class Training(Result, frozen=True, tag="training"):

@@ -52,18 +52,6 @@ def loss(value: float | None) -> str:
     return show(value, digits=4)
 
 
-def interval(low: float | None, high: float | None) -> str:
-    """Writes an interval; one without an upper end as ``≥ low``."""
-    if low is None or high is None or math.isnan(low) or math.isnan(high):
-        return "–"
-    return f"≥ {show(low)}" if high == math.inf and low > 0 else f"{show(low)} – {show(high)}"
-
-
-def percent(fraction: float) -> str:
-    """Writes a fraction as a percentage, such as a sample overhead."""
-    return f"{show(round(100 * fraction))}%"
-
-
 def plural(word: str) -> str:
     """The plural of an ordinary English noun, such as a sample's name."""
     if word.endswith(("s", "x", "z", "ch", "sh")):

@@ -32,7 +32,7 @@ from steadygrad.studies.folder import (
     write_result,
 )
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import main_order
+from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Result
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import Trial, evaluation_cost
@@ -60,7 +60,7 @@ class Workplace:
     files: Mapping[str, str] = field(default_factory=dict)
     run: str = ""  # its identity, which rank 0 writes into each result
     # What a study's trials make once.
-    tools: Mapping[str, Any] = field(default_factory=dict)
+    tools: dict[Any, Any] = field(default_factory=dict)
 
     def evaluate(self) -> float:
         """The validation loss; its cost counts as work that is done.
@@ -105,7 +105,8 @@ class Workplace:
 
         trainer.restart(seed)
         trainer.seed_everything("run", seed)
-        order = main_order(len(trainer.task.train), trainer.seed, seed)
+        stream = f"main-{seed}" if seed else "main"
+        order = Order(len(trainer.task.train), trainer.seed, stream)
         try:
             for seen in trainer.run(order, 0, samples, batch_size, rate=rate):
                 self.advance(seen - at)

@@ -3,18 +3,21 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from msgspec import Meta
 
 from steadygrad import __version__
+from steadygrad._checks import InputError
 from steadygrad._studies import STUDIES
 from steadygrad.cli import main
-from steadygrad.cli.options import options_of, parser, seconds
-from steadygrad.studies.schema import TASKS
+from steadygrad.cli.options import AUTO, Parser, _add_setting, options_of, parser, seconds
+from steadygrad.studies.schema import TASKS, Count
 from steadygrad.tasks import BUILT_IN, load_task
 from tests.unit.cli.quick import ROOT
 
-OTHERS = ["report", "tasks", "init", "doctor"]
+OTHERS = ["report", "init", "doctor"]
 # Options of one study only, of which its examples show one or two.
 OWN = {
     "advise": {"tolerance"},
@@ -31,6 +34,11 @@ def test_the_version_and_the_overview(capsys):
     out = capsys.readouterr().out
     # The text of a long name begins on the next line.
     assert re.findall(r"^    ([a-z]+)\b", out, re.M) == [*STUDIES, *OTHERS]
+
+
+@pytest.mark.parametrize("word", ["--version", "--help", "-h"])
+def test_after_two_dashes_a_word_is_an_arm(word, refused):
+    assert "Found 'x'" in refused("ab", "--seed", "x", "--", "a", word)
 
 
 @pytest.mark.parametrize("command", [*STUDIES, *OTHERS])
@@ -95,6 +103,14 @@ def test_a_budget_is_a_duration(text, found):
     assert seconds(text) == found
 
 
+def test_a_setting_may_have_bounds_beside_its_description():
+    options, about = Parser("ab", "", [], "ab"), Meta(description=f"How many; {AUTO}: all.")
+    _add_setting(options, "many", Annotated[Count, about], 0)
+    assert [options.read([f"--many={text}"])["many"] for text in ("3", "auto")] == [3, 0]
+    with pytest.raises(InputError, match=">= 0"):
+        options.read(["--many=-1"])
+
+
 def test_values_have_their_types_and_only_what_is_named_is_given():
     assert options_of("advise").read([]) == {}
     words = ["--seed=3", "my.py:task", "--tolerance", ".5", "--budget", "1.5h", "--keep-half-life"]
@@ -112,13 +128,10 @@ def test_values_have_their_types_and_only_what_is_named_is_given():
     assert found == {"steps": 32, "out": Path("x"), "json": True}
 
 
-def test_every_built_in_task_has_a_line(capsys):
+def test_the_help_names_every_built_in_task():
     assert [*BUILT_IN] == [*TASKS]
-    assert main(["tasks"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(BUILT_IN)]] == [*BUILT_IN]
-    assert all(line.endswith(".") for line in lines[: len(BUILT_IN)])
-    assert "steadygrad init" in lines[-1]
+    for study in ("advise", "compare", "inspect"):
+        assert ",".join(BUILT_IN) in "".join(options_of(study).format_help().split())
 
 
 @pytest.mark.parametrize(

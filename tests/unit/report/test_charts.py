@@ -11,7 +11,7 @@ import pytest
 
 from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, panel
 from steadygrad.studies.page import render
-from steadygrad.studies.text import interval, loss, percent, show
+from steadygrad.studies.text import loss, show
 from tests.unit.report.conftest import made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
@@ -95,13 +95,6 @@ WRITTEN = {
         1.7: "1.7000", -2.5: "−2.5000", NAN: "–", INF: "∞", 2: "2.0000", 2.26849: "2.2685",
         1.2e-5: "1.2e−5", 0.01234: "0.01234", None: "–",
     },
-    percent: {0.154: "15%", -0.02: "−2%", 3.0: "300%"},
-}  # fmt: skip
-ENDS = {
-    interval: {
-        (48, 128): "48 – 128", (41.0, INF): "≥ 41", (0.0, INF): "0 – ∞", (-INF, INF): "−∞ – ∞",
-        (NAN, 3.0): "–", (None, 3.0): "–",
-    },
 }  # fmt: skip
 
 
@@ -109,8 +102,3 @@ ENDS = {
 def test_a_number(function: Callable[[object], str]):
     assert {value: function(value) for value in WRITTEN[function]} == WRITTEN[function]
     assert show(0.0) == "0"
-
-
-@pytest.mark.parametrize("function", ENDS)
-def test_an_interval(function: Callable[[object, object], str]):
-    assert {ends: function(*ends) for ends in ENDS[function]} == ENDS[function]

@@ -13,7 +13,7 @@ import steadygrad
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
 from steadygrad.studies.folder import DEPENDENT, read_run
-from steadygrad.studies.order import main_order
+from steadygrad.studies.order import Order
 from tests.refusals import refused
 from tests.unit.studies.framework import begin, go_on, make_trainer
 from tests.unit.studies.tiny_task import boom, centered, losses, make_model, make_task, mean
@@ -306,7 +306,7 @@ class Waits(SGD):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_optimizer_that_sets_its_own_rate_is_refused(make, dtype):
     with refused("tiny", "learning rate", "Task.lr_decay"):
-        list(enter(make_optimizer=make, dtype=dtype).run(main_order(4096, 0), 0, 640, 4))
+        list(enter(make_optimizer=make, dtype=dtype).run(Order(4096, 0), 0, 640, 4))
 
 
 @pytest.mark.parametrize("study", ["advise", "compare", "inspect", "ab"])
@@ -340,7 +340,7 @@ def test_every_study_refuses_it(study, tmp_path):
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_optimizer_that_steps_at_the_rate_that_is_set_is_let_in(changes, dtype):
-    assert len(list(enter(**changes, dtype=dtype).run(main_order(4096, 0), 0, 64, 8))) == 8
+    assert len(list(enter(**changes, dtype=dtype).run(Order(4096, 0), 0, 64, 8))) == 8
 
 
 # Losses whose samples depend on one another

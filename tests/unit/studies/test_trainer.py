@@ -14,7 +14,7 @@ from steadygrad.optim import LANS
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order, main_order, seed_for
+from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.work import Workplace, work_on
@@ -36,7 +36,7 @@ def test_micro_batches_change_no_number(micro):
         trainer.backward(torch.arange(20))
         gradient = [parameter.grad.clone() for parameter in trainer.model.parameters()]
         trainer.restart()
-        list(trainer.run(main_order(4096, 0), 0, 400, 20))
+        list(trainer.run(Order(4096, 0), 0, 400, 20))
         runs.append((gradient, weights(trainer), trainer.look(), trainer.evaluate()))
     whole, split = runs
     # float64 sums of 20 numbers near one, in another order.
@@ -128,10 +128,10 @@ def test_losses_that_are_not_finite_are_refused():
 )
 def test_a_loss_that_is_not_finite_has_a_remedy(value, dtype, lr, remedy):
     x, y = make_task().train.batch(torch.arange(4096))
-    x[main_order(4096, 0).take(8, 4)[2], 0] = value
+    x[Order(4096, 0).take(8, 4)[2], 0] = value
     task = make_task(train=TensorSamples((x, y)), lr=lr, make_model=lambda: nn.Linear(8, 1))
     with pytest.raises(Diverged, match=remedy):
-        list(make_trainer(task, dtype=dtype).run(main_order(4096, 0), 0, 400, 4))
+        list(make_trainer(task, dtype=dtype).run(Order(4096, 0), 0, 400, 4))
 
 
 def test_worker_processes_that_make_batches_change_no_number():
@@ -139,13 +139,13 @@ def test_worker_processes_that_make_batches_change_no_number():
     for workers in (0, 2):
         trainer = make_trainer(make_task(loader_workers=workers), micro_batch_size=3)
         trainer.seed_everything("run")
-        list(trainer.run(main_order(4096, 0), 0, 80, 8))
+        list(trainer.run(Order(4096, 0), 0, 80, 8))
         found.append((trainer.look(), trainer.evaluate(), draws()))
     assert found[0] == found[1]
     assert len(found[0][0]) == 10
     # They are handed numbers of samples as the training asks for them: the speed is measured
     # without the batches of a whole run.
-    run = trainer.run(main_order(4096, 0), 0, 1 << 40, 8)
+    run = trainer.run(Order(4096, 0), 0, 1 << 40, 8)
     assert [next(run) for _ in range(3)] == [8, 16, 24]
 
 
@@ -179,7 +179,7 @@ def test_evaluation_is_in_eval_mode(evaluate):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1))
 
     trainer = make_trainer(make_task(make_model=model, evaluate=evaluate))
-    list(trainer.run(main_order(4096, 0), 0, 80, 4))
+    list(trainer.run(Order(4096, 0), 0, 80, 4))
     trainer.model[2].eval()  # a part that the user froze stays as it is
     means = trainer.model[1].running_mean.clone()
     found = trainer.evaluate()
@@ -252,7 +252,7 @@ def test_the_rate_follows_the_rule_and_its_schedule(task, rate, factors):
 def test_a_step_takes_the_rate_in_the_middle_of_its_batch(size):
     """So that the mean rate over the samples is that of the schedule, whatever the batch size."""
     trainer = make_trainer(make_task(warmup_samples=64, lr_rule="constant"))
-    (group,), order = trainer.optimizer.param_groups, main_order(4096, 0)
+    (group,), order = trainer.optimizer.param_groups, Order(4096, 0)
     rates = [group["lr"] for _ in trainer.run(order, 0, 64, size)]
     assert rates[0] == pytest.approx(0.001 * size / 2 / 64)
     assert math.fsum(rates) / len(rates) == pytest.approx(0.0005)

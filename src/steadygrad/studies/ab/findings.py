@@ -164,7 +164,9 @@ class Changes(Evidence):
             return replace(found, verdict="better" if is_better else "worse")
         if self.is_itself or failed or pairs == 1 or now.low == now.high:
             return found
-        return self._with_forecast(found, now.variance)
+        smallest = self.settings.smallest_effect
+        enough = paired.pairs_needed(found.mean, now.variance, self.alpha, smallest)
+        return replace(found, needed=enough and enough - pairs)
 
     def _with_spread(self, found: Comparison, a: Floats, b: Floats) -> Comparison:
         """The comparison with the verdicts of single pairs; of A alone, with its noise."""
@@ -179,18 +181,6 @@ class Changes(Evidence):
             noise = float(-special.stdtrit(len(apart) - 1, 0.025) * apart.std(ddof=1))
             found = replace(found, verdict="no difference", noise=noise, pairs=len(apart))
         return found
-
-    def _with_forecast(self, found: Comparison, variance: float) -> Comparison:
-        """The comparison with the pairs and the hours that should be enough."""
-        smallest = self.settings.smallest_effect
-        enough = paired.pairs_needed(found.mean, variance, self.alpha, smallest)
-        if enough is None:
-            return found
-        others = range(1, len(self.names))
-        arms = [0, *(arm for arm in others if not self.judged(arm).decided.any())]
-        workers = min(self.header.runtime.workers, self.ahead * len(arms))
-        seconds, needed = sum(self.arm(arm).seconds or 0.0 for arm in arms), enough - found.pairs
-        return replace(found, needed=needed, hours=needed * seconds / workers / 3600)
 
     def arm(self, number: int) -> Arm:
         """All runs of one."""

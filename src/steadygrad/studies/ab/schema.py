@@ -90,7 +90,6 @@ class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
     high: float = float("inf")
     failed: tuple[int, int] = (0, 0)
     needed: int | None = None
-    hours: float | None = None
     two_sigma: tuple[int, int] | None = None
     noise: float | None = None
     doubt: Doubt | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,12 +205,14 @@ def _metric(place: Workplace, own: Arm, arm: int, number: int) -> tuple[float, d
 
 def _validation_loss(place: Workplace, task: Task, arm: int, number: int) -> float:
     """The validation loss of a task at the end; its trainer is made when it is first needed."""
-    trainers = {"0": place.trainer, **place.tools}
-    if str(arm) not in trainers:
-        trainer = make_trainer("ab", task, place.header.settings, place.trainer.context)
-        trainer.check_task()
-        place.tools = trainers = {**trainers, str(arm): trainer}
-    size = task.batch_size
+    if arm and arm not in place.tools:
+        place.tools[arm] = make_trainer("ab", task, place.header.settings, place.trainer.context)
+        place.tools[arm].check_task()
+    trainer: Trainer = place.tools.get(arm, place.trainer)
+    own, size, whole = replace(place, trainer=trainer), task.batch_size, trainer.micro_batch_size
     samples = max(1, place.header.plan.samples // size) * size  # whole steps
-    own, rate = replace(place, trainer=trainers[str(arm)]), Rate(total=samples)
-    return own.train(size, samples, number, rate, must_hold=True)[-1][1]
+    train = partial(own.train, size, samples, number, Rate(total=samples), must_hold=True)
+    try:
+        return trainer.by_halves(train)[-1][1]
+    finally:
+        trainer.micro_batch_size = whole  # as each run begins

@@ -43,9 +43,8 @@ def sentence(found: Comparison, s: Summary) -> str:
         how = f"{show(abs(mean))} {'lower' if mean < 0 else 'higher'}"
         return f"{verdict}: {how} ({show(low)} to {show(high)}), {after}."
     more = ", and even 10,000 would not be enough" if 0 < found.high - found.low < math.inf else ""
-    if found.needed and (hours := found.hours) is not None:
-        long = f"{show(hours, 2)} h" if hours > 1 else f"{math.ceil(60 * hours)} min"
-        more = f"; about {found.needed:,} more, in {long}, should be enough"
+    if found.needed:
+        more = f"; about {found.needed:,} more should be enough"
     return f"{verdict}: {name} minus A is {minus(found)} {after}{more}."
 
 

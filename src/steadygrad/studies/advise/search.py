@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
 from steadygrad.studies.advise.plan import END_MARKS, LENGTHS, OTHER_RATES, PAIRS
-from steadygrad.studies.advise.schema import Header, Noise
+from steadygrad.studies.advise.schema import Header
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import Ladder
 from steadygrad.studies.paired import FIRST, looked, next_look
@@ -37,7 +37,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
     if found.pairs and not header.task.dependent:
         cost, what = found.length, f"noise scale over {found.length:,}"
         given = {"step": found.tuned(0)}
-        trials.insert(0, Trial((Noise.kind(), found.length), cost, what, given))
+        trials.insert(0, Trial(("noise", found.length), cost, what, given))
     return trials
 
 
@@ -46,7 +46,7 @@ def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) ->
     cost = samples + evaluations * evaluation_cost(found.task.valid_size)
     what = f"{found.plan.arms[arm]} over {samples:,}, seed {seed}"
     what += f", {2.0**step:g} times the rate" if step else ""
-    return Trial((Training.kind(), arm, samples, step, seed), cost, what)
+    return Trial(("training", arm, samples, step, seed), cost, what)
 
 
 def _sizes(found: BatchSizes) -> Wanted:

@@ -14,7 +14,7 @@ from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.calibration import clock_of, measured_speed
 from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import main_order
+from steadygrad.studies.order import Order
 from steadygrad.studies.paired import FIRST
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trainer import Diverged, Trainer
@@ -107,7 +107,7 @@ def noise(plan: Plan, place: Workplace, samples: int, step: float) -> Noise:
     trainer.seed_everything("run", 0)
     scale = NoiseScale(trainer.wrapped, samples=trainer.micro_batch_size, scaler=trainer.scaler)
     trainer.optimizer.register_step_pre_hook(lambda *_: scale.step(grad_scale=1.0))
-    order = main_order(len(trainer.task.train), trainer.seed)
+    order = Order(len(trainer.task.train), trainer.seed)
     rate = Rate(factor=2.0**step, total=samples)
     left, points, at = [part * samples for part in POINTS], list[NoiseAt](), 0
     names = {*NoiseAt.__struct_fields__} - {"samples"}

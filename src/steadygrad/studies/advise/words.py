@@ -6,7 +6,7 @@ from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
 from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
 from steadygrad.studies.schema import Table
-from steadygrad.studies.text import percent, plural, show, unfinished
+from steadygrad.studies.text import plural, show, unfinished
 
 HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict", "steps", "seeds")
 
@@ -129,7 +129,7 @@ def _tolerated(s: Summary) -> str:
 def _extra(overhead: float, s: Summary) -> str:
     """An overhead, with the decimals that tell it from the tolerance."""
     if math.isinf(overhead):
-        return f"more than {percent(LENGTHS[0] * s.tolerance)}"
+        return f"more than {LENGTHS[0] * s.tolerance:.0%}"
     most, within = round(100 * s.tolerance, 6), overhead <= s.tolerance
     fits = (digits for digits in range(3) if (round(100 * overhead, digits) <= most) == within)
     return f"{100 * overhead:.{next(fits, 3)}f}%"

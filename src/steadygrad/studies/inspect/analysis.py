@@ -35,8 +35,7 @@ Exponents = Counter[float]
 
 def by_phase(results: Results) -> dict[str, Sequence[Part]]:
     """The parts of each phase, in the order of training; of one that is not done none."""
-    found = {phase: results.get(schema.Phase, phase) for phase in PHASES}
-    return {phase: end.parts if end else () for phase, end in found.items()}
+    return {phase: getattr(results.get(schema.Phase, phase), "parts", ()) for phase in PHASES}
 
 
 def layers_of(*phases: Sequence[Part]) -> list[str]:

@@ -11,10 +11,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from steadygrad.studies import charts
-from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, SCHEDULE
+from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
-from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Phases, Place
+from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Place
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Summary
 from steadygrad.studies.inspect.words import layer_title, power
 
@@ -23,21 +23,20 @@ ZERO, NOT_FINITE = LEAST - 4, OVER + 4
 MOST_LAYERS = 40
 # Smaller shares are not drawn, overflows apart.
 FAINTEST = 1e-4
-# The trainings that are shown, and the colours of their losses.
-COLOURS = {BEFORE: SCHEDULE, AFTER: CRITICAL}
+# The trainings that are shown.
+SHOWN = BEFORE, AFTER
 
 
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     phases = analysis.by_phase(run.results)
     layers = analysis.layers_of(*phases.values())
-    held = {phase: analysis.counts_of(phases[phase]) for phase in COLOURS}
+    held = {phase: analysis.counts_of(phases[phase]) for phase in SHOWN}
     kinds = [kind for kind in KINDS if any(kind == k for at in held.values() for _, k in at)]
     return {
-        "titles": {phase: TITLES[phase] for phase in COLOURS if phases[phase]},
+        "titles": {phase: TITLES[phase] for phase in SHOWN if phases[phase]},
         "heats": {kind: _heat(held, layers[:MOST_LAYERS], kind) for kind in kinds},
         "more_layers": max(0, len(layers) - MOST_LAYERS),
-        "training": _training(phases, run.header.task.name),
         "layer_title": layer_title,
         "power": power,
     }
@@ -45,7 +44,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
 
 def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind: str) -> Markup:
     """Shares of each layer's gradients by exponent, with one loss scale and the proposed scales."""
-    drawn = [phase for phase in COLOURS if any(k == kind for _, k in held[phase])]
+    drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
     names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
 
     def paint(figure: Figure, narrow: bool) -> None:
@@ -94,23 +93,3 @@ def _cells(row: Exponents) -> dict[int, float]:
         ends = (LEAST - 2, OVER + 2) if math.isfinite(exponent) else (ZERO, NOT_FINITE)
         columns[int(min(max(exponent, ends[0]), ends[1]))] += count
     return {column: count / max(1, row.total()) for column, count in columns.items()}
-
-
-def _training(phases: Phases, task: str) -> Markup | None:
-    """Training loss over steps, with one loss scale and with the proposed scales."""
-    seen = {phase: [part for part in phases[phase] if part.loss is not None] for phase in COLOURS}
-    curves = {phase: [(p.steps, p.loss) for p in parts] for phase, parts in seen.items() if parts}
-    if not curves:
-        return None
-
-    def paint(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        for phase, curve in curves.items():
-            colour, x_y = COLOURS[phase], zip(*curve, strict=True)
-            axes.plot(*x_y, "o-", color=colour, lw=2, ms=4, label=TITLES[phase])
-        axes.set(xlabel="optimizer steps", ylabel="training loss")
-        axes.set_xlim(left=0)
-        axes.legend(frameon=False, labelcolor="linecolor")
-
-    spoken = f"Training loss of {task} over steps, with one loss scale and the proposed scales."
-    return charts.chart("training", spoken, paint, height=260)

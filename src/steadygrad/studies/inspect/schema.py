@@ -42,17 +42,13 @@ class Settings(schema.CommonSettings):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts of work, fixed before the first trial.
 
-    ``steps`` are optimizer steps of each phase; ``work`` is the cost of all trials, in samples.
+    ``steps`` are optimizer steps of each phase; ``work`` is the cost of all trials, in samples;
+    ``largest_batch`` is the task's own.
     """
 
-    batch_size: Positive
+    largest_batch: Positive
     steps: Positive
     work: Positive
-
-    @property
-    def largest_batch(self) -> int:
-        """The task's own."""
-        return self.batch_size
 
 
 Header = schema.HeaderOf[Settings, Plan]
@@ -102,7 +98,6 @@ class Phase(Result, frozen=True, tag="phase"):
 
     key_fields = ("phase",)
     phase: PhaseName
-    samples: Count
     parts: Annotated[tuple[Part, ...], Meta(min_length=PARTS, max_length=PARTS)]
     valid_loss: float | None
 

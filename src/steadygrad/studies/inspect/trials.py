@@ -21,7 +21,7 @@ from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import scalers, schema
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
-from steadygrad.studies.order import generators_kept, main_order
+from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace
@@ -43,12 +43,12 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     most = min(schema.STEPS, fitting // PARTS * PARTS)
     steps = settings.steps or max(schema.LEAST_STEPS, most)
     work = len(PHASES) * steps * batch + evaluations
-    return Plan(batch_size=batch, steps=steps, work=work)
+    return Plan(largest_batch=batch, steps=steps, work=work)
 
 
 def trials_of(header: schema.Header, results: Results) -> list[Trial]:
     """The phases that can be trained."""
-    search = header.plan.steps * header.plan.batch_size
+    search = header.plan.steps * header.plan.largest_batch
     evaluated = search + evaluation_cost(header.task.valid_size)
     costs = {BEFORE: evaluated, SEARCH: search}
     trials = [Trial(("phase", name), cost, TITLES[name]) for name, cost in costs.items()]
@@ -75,7 +75,6 @@ def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) 
     loss = math.nan if searching else place.evaluate()
     return schema.Phase(
         phase=phase,
-        samples=plan.steps * plan.batch_size,
         parts=parts,
         valid_loss=loss if math.isfinite(loss) else None,
     )
@@ -89,13 +88,12 @@ def _train(
 ) -> schema.Part:
     """Trains over a part, counts its steps, and moves the scales by the rule of the phase."""
     trainer, plan, searching = place.trainer, place.header.plan, phase == SEARCH
-    size = plan.batch_size
+    size, device = plan.largest_batch, trainer.context.device
     # Phases see the same data and the same random numbers.
     trainer.seed_everything("train", part)
     first, last = (plan.steps * parts // PARTS for parts in (part, part + 1))
-    order = main_order(len(trainer.task.train), trainer.seed)
+    order = Order(len(trainer.task.train), trainer.seed)
     histograms = ExponentHistograms(trainer.scaler.get_scales())
-    device = trainer.context.device
     before, kept = trainer.scaler.state_dict(), generators_kept(device)
     for end in trainer.run(order, first * size, last * size, size):
         scaler, nonfinite = trainer.scaler, list[str]()
@@ -105,7 +103,7 @@ def _train(
         if forward is not None:
             # No scale would have prevented it, so none moves.
             scaler.load_state_dict(before)
-            histograms.add_forward(forward)
+            histograms.forward[forward] += 1
         elif culprits and not searching:
             nonfinite = scalers.nonfinite_at_any_scale(trainer, indices, kept.close)
             scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
@@ -150,13 +148,9 @@ class ExponentHistograms:
         shape = (2, len(schema.KINDS), len(self._names), BINS)
         self._scaled, self._plain = torch.zeros(shape, dtype=torch.float64)
         self._overflows, self._at_any_scale = Counter[str](), Counter[str]()
-        self._forward, self._skipped = Counter[str](), 0
+        # Steps by a fault before the backward pass: their gradients tell nothing of layers.
+        self.forward, self._skipped = Counter[str](), 0
         self._overflowed_at: dict[str, float] = {}
-
-    def add_forward(self, cause: str) -> None:
-        """Counts a step whose forward pass was not finite: its gradients tell nothing of layers."""
-        self._skipped += 1
-        self._forward[cause] += 1
 
     def add(
         self, measured: MeasuredExponents, culprits: Sequence[str], nonfinite: Sequence[str] = ()
@@ -187,16 +181,14 @@ class ExponentHistograms:
             rows = zip(self._names, largest_exponents(self._plain[i]).tolist(), strict=True)
             largest[kind] = {name: exponent for name, exponent in rows if name in scaled[kind]}
         return schema.Part(
-            skipped=self._skipped,
-            forward=dict(self._forward),
+            skipped=self._skipped + self.forward.total(),
+            forward=dict(self.forward),
             overflows=dict(self._overflows),
             at_any_scale=dict(self._at_any_scale),
             overflowed_at=self._overflowed_at,
-            activations=scaled["activations"],
-            weights=scaled["weights"],
             plain=unscaled if plain else {kind: {} for kind in schema.KINDS},
             largest=largest,
-            **rest,
+            **(rest | scaled),
         )
 
     def _by_name(self, counts: Tensor) -> dict[str, schema.Histogram]:

@@ -113,7 +113,7 @@ def too_little(s: Summary) -> str | None:
 
 
 def table(s: Summary) -> Table | None:
-    """A row for each layer, before and after; None where no gradient was counted."""
+    """A row for each layer, before and after; None where neither counted a gradient."""
     own, rows = s.proposal.layer_scales if s.proposal else {}, []
     verdicts: dict[str, schema.EffectName] = {
         "underflows": "underflowing",
@@ -130,7 +130,7 @@ def table(s: Summary) -> Table | None:
     scales = (f"{TITLES[phase]} ({power(run.loss_scale)})" for phase, run in s.phases.items())
     heads = ("layer", "verdict", "zero or subnormal", "steps that overflow", "scale of its own")
     title = f"{s.task}: {' / '.join(scales)}"
-    return Table(title, heads, tuple(rows), text_columns=2) if rows else None
+    return Table(title, heads, tuple(rows), text_columns=2) if rows and s.phases else None
 
 
 def _lost(seen: Seen) -> str:

@@ -18,7 +18,7 @@ HEADER = make_header(
     study="inspect",
     kind=schema.Header,
     settings=Settings(task="tiny_task.py:make_task", steps=80),
-    plan=schema.Plan(batch_size=4, steps=80, work=1004),
+    plan=schema.Plan(largest_batch=4, steps=80, work=1004),
     runtime=changed(RUNTIME, dtype="float16"),
 )
 
@@ -66,7 +66,7 @@ def phase(
         **fields,
     }
     parts = tuple(Part(steps=step, **{"loss": 1.0, **same}) for step in range(1, 9))
-    return [Phase(phase=name, samples=32, parts=parts, valid_loss=1.0)]
+    return [Phase(phase=name, parts=parts, valid_loss=1.0)]
 
 
 def with_parts(results, **fields):

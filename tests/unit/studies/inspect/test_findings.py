@@ -273,7 +273,9 @@ def test_nothing_is_proposed_where_nothing_can_be_said():
     assert "8 of 8 steps" in found.answer
     assert (found.proposal, found.table) == (None, None)
     assert found.findings[1] == Forward(causes={CAUSE: 8}, count=8, steps=8)
-    assert summary_of([], "budget").table is None
+    # Of two workers the one that finds scales may have ended first.
+    for results in ([], phase("search", FED, LARGEST)):
+        assert summary_of(results, "interrupted").table is None
 
 
 # Remarks

@@ -30,7 +30,7 @@ def trained(name, **layers):
     top = 2.0 if name == "before" else 1.0
     found = enumerate(first[:4] + last[4:], start=1)
     parts = tuple(replace(part, steps=10 * n, loss=top / n) for n, part in found)
-    return [Phase(phase=name, samples=80, parts=parts, valid_loss=None)]
+    return [Phase(phase=name, parts=parts, valid_loss=None)]
 
 
 EARLY = counts(-20, 10, 20, 10, zero=60)
@@ -94,15 +94,6 @@ def test_one_infinity_among_a_million_values_is_drawn(painted):
     many = counts(-20, 1, *[0] * 19, 10**6, *[0] * 16, 1, zero=1, over=1)
     (axes,) = painted(trained("before", late=many), "heat-weights")
     assert {x for x, _ in boxes(axes)["late"]} == {0, 17, NOT_FINITE}
-
-
-def test_the_curves_are_the_losses(painted):
-    (axes,) = painted(trained("before") + trained("after"), "training")
-    curves = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
-    assert curves[charts.SCHEDULE] == [2.0 / n for n in range(1, 9)]
-    assert curves[charts.CRITICAL] == [1.0 / n for n in range(1, 9)]
-    named = {text.get_color(): text.get_text() for text in axes.get_legend().get_texts()}
-    assert named == dict(zip((charts.SCHEDULE, charts.CRITICAL), TITLES, strict=True))
 
 
 @pytest.mark.usefixtures("no_charts")

@@ -9,7 +9,7 @@ import torch
 from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.inspect import scalers, trials
 from steadygrad.studies.inspect.schema import Effect, Forward, Proposal
-from steadygrad.studies.order import main_order, seed_for
+from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.page import render
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, lines, tiny
@@ -68,7 +68,7 @@ def test_one_loss_scale_is_what_torch_s_scaler_does(tmp_path, monkeypatch):
     model = task.make_model()
     optimizer = task.make_optimizer(model.parameters(), task.lr)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
-    order, losses, scales = main_order(len(task.train), 0), [], []
+    order, losses, scales = Order(len(task.train), 0), [], []
     for step in range(16):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
