@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from statistics import median
 
 import numpy as np
 from msgspec.structs import replace
@@ -107,19 +108,21 @@ class Optimizers(paired.Evidence):
         """A verdict with the samples and the time that the baseline needs for the same loss.
 
         The baseline's loss falls from half the length to the whole one; Student's interval of that
-        counts, with 95 %. Steps were timed at the task's own batch size.
+        counts, with 95 %. The time is that of the pairs' trainings, evaluations included, at the
+        task's own batch size.
         """
-        whole = row.baseline_losses
-        short = self.pairs(self.plan.baseline(row.arm), self.plan.half)
+        whole, baseline, time = row.baseline_losses, self.plan.baseline(row.arm), None
+        short = self.pairs(baseline, self.plan.half)
         if row.failed or not {*range(row.pairs)} <= short.keys():
             return row
         falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
         error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
         error *= -float(special.stdtrit(row.pairs - 1, paired.ALPHA / 2))
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
-        cost, time = self.plan.costs.get(row.optimizer), None
-        if ratio and cost and row.batch_size == self.task.batch_size:
-            time = Ratio(*(cost.time_ratio / x for x in (ratio.value, ratio.high, ratio.low)))
+        both = self.pairs(row.arm), self.pairs(baseline)
+        own, other = (median(runs[n].time.get("seconds", 0.0) for n in whole) for runs in both)
+        if ratio and own and other and row.batch_size == self.task.batch_size:
+            time = Ratio(*(own / other / x for x in (ratio.value, ratio.high, ratio.low)))
         return replace(row, sample_ratio=ratio, time_ratio=time)
 
     def tuned(self, arm: int) -> Tuned:
@@ -206,7 +209,6 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         findings=tuple(find(evidence, tuned)),
         optimizers=_titles(header),
         tuned=tuned,
-        costs=plan.costs,
         rise=rise,
     )
     return found.worded(words)

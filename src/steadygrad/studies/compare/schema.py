@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from steadygrad.studies import schema as shared
 from steadygrad.studies.paired import ALPHA, MOST, pairs_needed
-from steadygrad.studies.schema import NonNegative, Positive, PositiveFloat, Training
+from steadygrad.studies.schema import Positive, Training
 
 BASELINE = "adamw"
 # Name of the task's own optimizer.
@@ -77,13 +77,6 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     matrices: bool = False
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a training step over AdamW's, and bytes of state for each weight."""
-
-    time_ratio: PositiveFloat
-    state_bytes: NonNegative
-
-
 class Arm(msgspec.Struct, frozen=True):
     """An optimizer at a batch size, in samples."""
 
@@ -99,7 +92,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         samples: Length of the trainings, a whole number of steps of every arm, as is its half.
         seeds: Most paired seeds of an arm.
         work: Cost of about as many trials as tell, in samples.
-        costs: By optimizer, as they were measured before the first trial.
         traits: By optimizer, of those that are not built in.
     """
 
@@ -107,7 +99,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     samples: Positive
     seeds: Annotated[int, Meta(ge=1, le=MOST)]
     work: Positive
-    costs: dict[str, Cost] = {}
     traits: dict[str, Traits] = {}
 
     def __post_init__(self) -> None:
@@ -184,8 +175,8 @@ class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
         losses: By seed; infinite where it diverged.
         sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
             quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
-        time_ratio: Time to the same loss over AdamW's, by the time of a step; None at other batch
-            sizes than the task's.
+        time_ratio: Time to the same loss over AdamW's, by the seconds of the pairs' trainings; None
+            at other batch sizes than the task's.
     """
 
     arm: int
@@ -262,7 +253,6 @@ class Summary(shared.Summary, frozen=True, kw_only=True):
     findings: tuple[Edge | Verdict, ...]
     optimizers: dict[str, str]
     tuned: tuple[Tuned, ...]
-    costs: dict[str, Cost]
 
     @property
     def verdicts(self) -> list[Verdict]:

@@ -1,23 +1,17 @@
 """The trials of ``compare``: what each kind does with a trainer."""
 
-import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median
-from typing import Any
 
 import msgspec
 import torch
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
 from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Header, Plan, Settings, Traits
+from steadygrad.studies.compare.schema import KNOWN, Header, Plan, Settings, Traits
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.schema import Training
@@ -27,11 +21,6 @@ from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker, reason
 
-# Measurements of a step's time, and the fewest where they would take long.
-TURNS, LEAST_TURNS = 28, 6
-# Some optimizers divide by a learning rate; this one changes no weight.
-NO_RATE = 1e-12
-
 Entries = Mapping[str, Entry]
 
 
@@ -40,21 +29,10 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
     entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
-    # About a twentieth of the budget at most, which begins after them.
-    steps = settings.budget * speed / 20 / task.batch_size
-    turns = min(max(int(steps / (1 + len(entries))), LEAST_TURNS), TURNS)
-    costs, slower = measured(trainer, entries, turns)
-    plan = make_plan(
-        settings,
-        tuple(entries),
-        task,
-        # All have as many trials, so that the mean time of their steps counts.
-        speed=speed / slower,
-        workers=workers,
-        world=trainer.context.size,
-    )
+    world, names = trainer.context.size, tuple(entries)
+    plan = make_plan(settings, names, task, speed=speed, workers=workers, world=world)
     traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
-    return msgspec.structs.replace(plan, costs=costs, traits=traits)
+    return msgspec.structs.replace(plan, traits=traits)
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
@@ -143,64 +121,3 @@ def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
         f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "
         "with a function of your own."
     ) from errors[0]
-
-
-def measured(trainer: Trainer, entries: Entries, turns: int) -> tuple[dict[str, Cost], float]:
-    """Costs of a step by optimizer, and their mean time over the task's own optimizer's.
-
-    That is at least 1, and rounded to a quarter power of two, so that a slightly busier machine
-    makes the same plan.
-    """
-    model, own = trainer.model, trainer.optimizer
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    optimizers = {name: entry.ready(model, entry.lr) for name, entry in entries.items()}
-    seconds = _seconds(trainer, {"": own, **optimizers}, turns)
-    held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
-    trainer.restart()
-    # The same on every rank.
-    seconds, held = trainer.context.gather((seconds, held))[0]
-    base, slower = seconds[BASELINE], fmean(seconds[name] for name in entries) / seconds[""]
-    costs = {n: Cost(time_ratio=seconds[n] / base, state_bytes=held[n]) for n in entries}
-    return costs, float(2.0 ** (max(0, round(4 * math.log2(slower))) / 4))
-
-
-def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
-    """Seconds of a training step of the task's batch with each optimizer, measured in turns.
-
-    The weights stay, so that all steps see the same gradients.
-    """
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = NO_RATE
-    backward: list[float] = []
-    steps: dict[str, list[float]] = {name: [] for name in optimizers}
-    for _ in range(turns):
-        trainer.context.poll()
-        for name, optimizer in optimizers.items():
-            # Before each step, as in training: whichever step came first after a common one would
-            # find other caches than the rest.
-            began = _clock(trainer)
-            trainer.backward(torch.arange(trainer.task.batch_size))
-            backward.append(_clock(trainer) - began)
-            began = _clock(trainer)
-            with guarded(f"A step of the optimizer {name}"):
-                optimizer.step()
-            steps[name].append(_clock(trainer) - began)
-            trainer.model.zero_grad()
-    # The first third warms up.
-    common = median(backward[len(backward) // 3 :])
-    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
-
-
-def _clock(trainer: Trainer) -> float:
-    device = trainer.context.device
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.monotonic()
-
-
-def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state; a tensor that parameters share counts once."""
-    values: list[Any] = tree_leaves(list(optimizer.state.values()))
-    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -80,9 +80,8 @@ def said(found: Edge | Verdict, s: Summary) -> str:
     if found.verdict == "better" and found.time_ratio:
         low, high = found.time_ratio.low, found.time_ratio.high
         time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
-        step = f"a step takes {s.costs[found.optimizer].time_ratio:.2f} times as long as AdamW's"
-        same = f"the same loss {ratios(found)[1]} times"
-        return f"{name} saves {plural(s.sample)} {time}: {step}, and {same}."
+        same = f"the same loss takes roughly {ratios(found)[1]} times AdamW's time"
+        return f"{name} saves {plural(s.sample)} {time}: {same}."
     if found.verdict != "cannot tell":
         return ""
     text = f"{name} cannot be told from AdamW on {found.pairs} seeds"
