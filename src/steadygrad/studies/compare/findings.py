@@ -231,9 +231,8 @@ def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdic
 
 def _titles(header: Header) -> dict[str, str]:
     """Names of the optimizers in sentences."""
-    known, traits = schema.KNOWN, header.plan.traits
+    known = schema.KNOWN
     titles = {n: known[n].title if n in known else n for n in header.plan.optimizers}
-    titles |= {n: f"{n} with AdamW" for n in titles if n in traits and traits[n].matrices}
     if schema.OWN in titles:
         titles[schema.OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
     return titles

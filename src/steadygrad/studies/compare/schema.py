@@ -68,13 +68,11 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         version: Release of its library; empty where it is not known.
         own_schedule: Whether it has ``train()`` and ``eval()``: no warm-up and decay are applied.
         own_rate: Whether it estimates its learning rate: no ladder of rates is tried.
-        matrices: Whether it takes only matrices; AdamW has the rest.
     """
 
     version: str = ""
     own_schedule: bool = False
     own_rate: bool = False
-    matrices: bool = False
 
 
 class Arm(msgspec.Struct, frozen=True):

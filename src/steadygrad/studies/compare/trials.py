@@ -28,10 +28,10 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     """As long trainings as the budget allows, once all optimizers have taken steps."""
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
-    entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+    shown = {name: tried(trainer, name, entry) for name, entry in entries.items()}
     world, names = trainer.context.size, tuple(entries)
     plan = make_plan(settings, names, task, speed=speed, workers=workers, world=world)
-    traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
+    traits = {name: own for name, own in shown.items() if name not in KNOWN}
     return msgspec.structs.replace(plan, traits=traits)
 
 
@@ -88,36 +88,29 @@ def _entries(place: Workplace) -> Entries:
     return place.tools
 
 
-def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
-    """An optimizer with the traits that a step of it shows.
-
-    One of a library that cannot take such a step is tried with the matrices alone.
-    """
-    errors, model, task = [], trainer.model, trainer.task
-    for matrices in (False, True):
-        own = replace(entry, traits=Traits(matrices=matrices))
-        try:
-            make, what = partial(own.ready, model), f"The optimizer {name}"
-            checked = partial(check_optimizer_maker, make, model, own.lr, what, varied=True)
-            optimizer = trainer.context.together(checked)
-            trainer.backward(torch.arange(trainer.task.batch_size))
-            check_gradients(optimizer, model, what)
-            with guarded(f"A step of the optimizer {name}"):
-                optimizer.step()
-            trainer.task = replace(own.task(task, own.lr, 0), name=name)
-            trainer.check_rate()
-        except InputError as error:
-            # The error of a maker, such as one that leaves the rate aside, and not of a library.
-            if ":" not in name or (error.__cause__ is None and not matrices):
-                raise
-            errors.append(error)
-        else:
-            return replace(own, traits=traits_of(name, optimizer, matrices=matrices))
-        finally:
-            trainer.task = task
-            trainer.restart()
-    raise InputError(
-        f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
-        f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "
-        "with a function of your own."
-    ) from errors[0]
+def tried(trainer: Trainer, name: str, entry: Entry) -> Traits:
+    """The traits that a step of an optimizer shows; one that cannot take it is refused by name."""
+    model, task, what = trainer.model, trainer.task, f"The optimizer {name}"
+    try:
+        make = partial(entry.ready, model)
+        checked = partial(check_optimizer_maker, make, model, entry.lr, what, varied=True)
+        optimizer = trainer.context.together(checked)
+        trainer.backward(torch.arange(task.batch_size))
+        check_gradients(optimizer, model, what)
+        with guarded(f"A step of the optimizer {name}"):
+            optimizer.step()
+        trainer.task = replace(entry.task(task, entry.lr, 0), name=name)
+        trainer.check_rate()
+    except InputError as error:
+        # The error of a maker, such as one that leaves the rate aside, and not of a library.
+        if ":" not in name or error.__cause__ is None:
+            raise
+        raise InputError(
+            f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
+            f"{reason(error.__cause__)}. Remedy: --optimizers without it, or --add with a function "
+            "of your own."
+        ) from error
+    finally:
+        trainer.task = task
+        trainer.restart()
+    return traits_of(name, optimizer)

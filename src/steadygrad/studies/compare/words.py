@@ -14,8 +14,6 @@ NOTES = {
     "evaluated at the weights of its eval().",
     "own_rate": "It estimates its learning rate: there is no ladder, and all runs have its default "
     "factor.",
-    "matrices": "It takes matrices only: AdamW has embeddings, the last layer and the rest, at "
-    "1e-3 where the other has its default rate, and in proportion.",
 }
 
 
