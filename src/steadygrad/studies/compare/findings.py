@@ -60,10 +60,8 @@ class Optimizers(paired.Evidence):
 
         A baseline needs those of all that are compared with it.
         """
-        if arm not in self.plan.compared:
-            others = [one for one in self.plan.compared if self.plan.baseline(one) == arm]
-            return max(map(self.wanted, others))
-        return self.judged[arm][1]
+        own = (one for one in self.plan.compared if arm in (one, self.plan.baseline(one)))
+        return max(self.judged[one][1] for one in own)
 
     def _judge(self, arm: int, pairs: int) -> Verdict:
         """The verdict by an arm's first trainings, and the baseline's with the same seeds."""
@@ -128,14 +126,14 @@ class Optimizers(paired.Evidence):
     def tuned(self, arm: int) -> Tuned:
         """The search for an arm's rate."""
         ladder, step, own = self.ladders[arm], self.step(arm), self.plan.arms[arm]
-        runs = (run for run in self.results.select(Training) if run.arm == arm)
-        first = next((run.lr * 2.0**-run.step for run in runs), None)
+        # At the arm's own rate.
+        runs = self.trainings(arm, self.plan.samples).values()
         has_ladder = step is not None and not self.plan.has_own_rate(arm)
         ends = min(ladder.losses), max(ladder.losses)
         return Tuned(
             optimizer=own.optimizer,
             batch_size=own.batch_size,
-            lr=None if step is None or first is None else first * 2.0**step,
+            lr=None if step is None else next((run.lr * 2.0**step for run in runs), None),
             step=step,
             interior=ladder.best not in ends if has_ladder else None,
             tried={octave: loss for octave, loss in ladder.losses.items() if loss is not None},
@@ -185,13 +183,11 @@ def sample_ratio(mean: float, ends: tuple[float, float], fall: float, error: flo
 
 def _ratio(octaves: float, exponent: float) -> float:
     """Ratio of samples that changes the loss by a number of octaves, between its bounds."""
-    if exponent == 0:
-        logarithm = octaves
-    else:
+    if exponent:
         left = 1 - octaves * (2**exponent - 1)
-        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+        octaves = -math.log2(left) / exponent if left > 0 else math.inf
     least, most = math.log2(schema.LEAST_RATIO), math.log2(schema.MOST_RATIO)
-    return float(2.0 ** min(max(logarithm, least), most))
+    return float(2.0 ** min(max(octaves, least), most))
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
@@ -207,7 +203,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         samples=plan.samples,
         confidence=1 - plan.alpha,
         findings=tuple(find(evidence, tuned)),
-        optimizers=_titles(header),
+        optimizers=titles_of(header),
         tuned=tuned,
         rise=rise,
     )
@@ -229,10 +225,8 @@ def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdic
     yield from sorted(rows, key=lambda row: (not row.lost, order.index(row.verdict)))
 
 
-def _titles(header: Header) -> dict[str, str]:
-    """Names of the optimizers in sentences."""
-    known = schema.KNOWN
-    titles = {n: known[n].title if n in known else n for n in header.plan.optimizers}
-    if schema.OWN in titles:
-        titles[schema.OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
-    return titles
+def titles_of(header: Header) -> dict[str, str]:
+    """Names of the optimizers in sentences, AdamW first."""
+    own = f"{header.task.optimizer or 'The optimizer'} of the task"
+    known = {**schema.KNOWN, schema.OWN: own}
+    return {arm.optimizer: known.get(arm.optimizer, arm.optimizer) for arm in header.plan.arms}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
+from steadygrad.studies.compare.schema import BASELINE, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.check import reason
 
@@ -107,13 +107,14 @@ def _muon(model: nn.Module, lr: float) -> Joined:
     return Joined(muon, *([torch.optim.AdamW(others, **options)] if others else []))
 
 
-_MAKERS: Mapping[str, Maker] = {
-    BASELINE: partial(_plain, torch.optim.AdamW),
-    "scaledadam": partial(_plain, ScaledAdam),
-    "lans": partial(_plain, LANS),
-    "lamb": partial(_plain, LAMB),
-    "sgd": partial(_plain, partial(torch.optim.SGD, momentum=0.9)),
-    "muon": _muon,
+# With their default learning rates.
+_BUILT_IN: Mapping[str, Entry] = {
+    BASELINE: Entry(1e-3, partial(_plain, torch.optim.AdamW)),
+    "scaledadam": Entry(3e-2, partial(_plain, ScaledAdam)),
+    "lans": Entry(1e-3, partial(_plain, LANS)),
+    "lamb": Entry(1e-3, partial(_plain, LAMB)),
+    "sgd": Entry(0.1, partial(_plain, partial(torch.optim.SGD, momentum=0.9))),
+    "muon": Entry(1e-3, _muon),
 }
 
 
@@ -122,8 +123,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
 
     The functions of ``--add`` are at ``files``. Default: as they are named.
     """
-    known = {name: Entry(own.lr, _MAKERS[name]) for name, own in KNOWN.items()}
-    known[OWN] = Entry(task.lr, task.optimizer)
+    known = {**_BUILT_IN, OWN: Entry(task.lr, task.optimizer)}
     found = {BASELINE: known[BASELINE]}
     for name in map(str.strip, settings.optimizers.split(",")):
         name = name if ":" in name else name.lower()

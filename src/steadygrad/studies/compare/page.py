@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from steadygrad.studies import charts
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.findings import Optimizers
+from steadygrad.studies.compare.findings import Optimizers, titles_of
 from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
 from steadygrad.studies.folder import Run
 from steadygrad.studies.schema import Training
@@ -21,8 +21,7 @@ from steadygrad.studies.text import listed, plural, show
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     plan, evidence = run.header.plan, Optimizers(run.header, run.results)
-    titles = found.optimizers if found else {name: name for name in plan.optimizers}
-    several = len({arm.batch_size for arm in plan.arms}) > 1
+    titles, several = titles_of(run.header), len({arm.batch_size for arm in plan.arms}) > 1
     labels = [f"{titles[a.optimizer]}{f', {show(a.batch_size)}' * several}" for a in plan.arms]
     tuned = [evidence.tuned(arm) for arm in range(len(plan.arms))]
     rows, runs = found.verdicts if found else [], run.results.select(Training)
@@ -30,7 +29,6 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     arms = sorted({arm for row in rows for arm in (row.arm, plan.baseline(row.arm))})
     panels = [_rates(evidence, arm, labels[arm], one.tried) for arm, one in enumerate(tuned)]
     return {
-        "found": found,
         "titles": titles,
         "labels": labels,
         "samples": plural(run.header.task.sample),

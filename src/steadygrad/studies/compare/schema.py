@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,22 +16,14 @@ BASELINE = "adamw"
 OWN = "task"
 # Beyond these ratios of samples the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
-
-
-class Known(NamedTuple):
-    """A built-in optimizer: its name in sentences, and its default learning rate."""
-
-    title: str
-    lr: float
-
-
-KNOWN: Mapping[str, Known] = {
-    BASELINE: Known("AdamW", 1e-3),
-    "scaledadam": Known("ScaledAdam", 3e-2),
-    "lans": Known("LANS", 1e-3),
-    "lamb": Known("LAMB", 1e-3),
-    "sgd": Known("SGD", 0.1),
-    "muon": Known("Muon", 1e-3),
+# Names of the built-in optimizers in sentences.
+KNOWN: Mapping[str, str] = {
+    BASELINE: "AdamW",
+    "scaledadam": "ScaledAdam",
+    "lans": "LANS",
+    "lamb": "LAMB",
+    "sgd": "SGD",
+    "muon": "Muon",
 }
 
 # For `--help`.
@@ -107,11 +99,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def largest_batch(self) -> int:
         """Samples of the largest batch."""
         return max(arm.batch_size for arm in self.arms)
-
-    @property
-    def optimizers(self) -> list[str]:
-        """Names of the optimizers, AdamW first."""
-        return list(dict.fromkeys(arm.optimizer for arm in self.arms))
 
     @property
     def half(self) -> int:

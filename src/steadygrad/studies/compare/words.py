@@ -20,16 +20,16 @@ NOTES = {
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
     if not s.verdicts:
-        return "No optimizer can be judged yet: a verdict needs at least four seeds of each."
+        return "No optimizer can be judged yet: there are too few seeds of each for a verdict."
     better = [row for row in s.verdicts if row.verdict == "better"]
     text = _better(better, s) if better else _stay(s.verdicts, s)
     edges = [found for found in s.findings if isinstance(found, Edge) and found.hangs]
-    before = [] if s.status == "complete" else ["Preliminary: "]
+    before = "" if s.status == "complete" else "Preliminary: "
     if edges:
         names = listed(dict.fromkeys(s.optimizers[edge.optimizer] for edge in edges))
         why = "as the best learning rate is the last one tried"
-        before.append(f"{names} may be better than shown, {why}; so far, ")
-    return "".join([*before, text.replace("Stay with", "stay with", 1) if before else text])
+        before += f"{names} may be better than shown, {why}; so far, "
+    return before + (text.replace("Stay with", "stay with", 1) if before else text)
 
 
 def _better(rows: Sequence[Verdict], s: Summary) -> str:
