@@ -67,7 +67,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3331,
     "studies/advise": 1181,
-    "studies/compare": 1172,
+    "studies/compare": 1128,
     "studies/inspect": 1140,
     "studies/ab": 989,
     "tasks": 1602,

@@ -31,8 +31,7 @@ class Optimizers(paired.Evidence):
 
     def __init__(self, header: Header, results: Results) -> None:
         super().__init__(header, results)
-        arms = range(len(self.plan.arms))
-        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
+        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in range(len(self.plan.arms))]
 
     def step(self, arm: int) -> float | None:
         """Octaves of the tuned rate above the arm's own; None where the search is not done."""
@@ -110,7 +109,7 @@ class Optimizers(paired.Evidence):
         task's own batch size.
         """
         whole, baseline, time = row.baseline_losses, self.plan.baseline(row.arm), None
-        short = self.pairs(baseline, self.plan.half)
+        short = self.pairs(baseline, self.plan.samples // 2)
         if row.failed or not {*range(row.pairs)} <= short.keys():
             return row
         falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
@@ -195,7 +194,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     plan, task, rise = header.plan, header.task, header.rise(results)
     evidence = Optimizers(header, Results() if rise else results)
     tuned = tuple(map(evidence.tuned, range(len(plan.arms))))
-    found = Summary(
+    return Summary(
         study="compare",
         status=status,
         task=task.name,
@@ -206,8 +205,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         optimizers=titles_of(header),
         tuned=tuned,
         rise=rise,
-    )
-    return found.worded(words)
+    ).worded(words)
 
 
 def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdict]:

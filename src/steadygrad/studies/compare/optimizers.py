@@ -1,7 +1,6 @@
 """The optimizers that ``compare`` trains with: built in, the task's, libraries', a user's own."""
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,9 +21,6 @@ from steadygrad.studies.compare.schema import BASELINE, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.check import reason
 
-# Modules with the optimizers of a package, where they are not the package itself.
-HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
-
 Maker = Callable[..., Optimizer]
 
 
@@ -41,10 +37,6 @@ class Entry:
     lr: float
     make: Maker
     traits: Traits = field(default_factory=Traits)
-
-    def rate(self, multiple: float) -> float:
-        """The learning rate to begin with at a multiple of the task's batch size."""
-        return self.lr if self.traits.own_rate else self.lr * math.sqrt(multiple)
 
     def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""
@@ -100,8 +92,7 @@ def _muon(model: nn.Module, lr: float) -> Joined:
             "Muon needs a matrix beside embeddings and the last layer. Found none in the model. "
             "Remedy: --optimizers without it."
         )
-    kept = set(map(id, matrices))
-    others = [p for p in params if id(p) not in kept]
+    others = [p for p in params if p.ndim != 2 or id(p) in tables]
     options: Any = {"lr": lr, "weight_decay": 0.1}
     muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **options)
     return Joined(muon, *([torch.optim.AdamW(others, **options)] if others else []))
@@ -168,7 +159,7 @@ def _found(spec: str, other: float) -> Entry:
     """
     package, _, name = spec.partition(":")
     try:
-        module = import_module(HOMES.get(package, package))
+        module = import_module(f"{package}.optim" if package in ("torch", "timm") else package)
         kind: Any = getattr(module, name, None)
         if package == "timm":
             kind = partial(module.create_optimizer_v2, opt=name)
@@ -198,10 +189,9 @@ def traits_of(name: str, optimizer: Optimizer) -> Traits:
                 "file of your own. Remedy: --add path/file.py:make_optimizer."
             )
         release = version(packages[0])
-    has = [callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")]
     return Traits(
         version=release,
-        own_schedule=all(has),
+        own_schedule=all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")),
         # D-Adaptation and its kin begin with an estimate d0 of the distance to the solution.
         own_rate="d0" in inspect.signature(type(optimizer)).parameters,
     )

@@ -33,10 +33,7 @@ OPTIMIZERS = (
     "and those of libraries, such as timm:adan or schedulefree:AdamWScheduleFree."
 )
 ADD = "Optimizers of your own: path/file.py:make_optimizer, of (model, lr); several with commas."
-BATCHES = (
-    "Batch sizes as multiples of the task's, such as 1,4,16: each optimizer is tuned at each of "
-    "them."
-)
+BATCHES = "Batch sizes as multiples of the task's, such as 1,4,16: all are tuned at each of them."
 SAMPLES = "Length of the trainings; 0: as the budget allows."
 SEEDS = "Most paired seeds of each optimizer, where fewer do not tell. With --resume: a new limit."
 
@@ -79,7 +76,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arms: By batch size, AdamW first: the baseline of the others at that size.
-        samples: Length of the trainings, a whole number of steps of every arm, as is its half.
+        samples: Length of the trainings, a whole number of steps of every arm, as is its half, the
+            length of the baselines' short ones.
         seeds: Most paired seeds of an arm.
         work: Cost of about as many trials as tell, in samples.
         traits: By optimizer, of those that are not built in.
@@ -99,11 +97,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def largest_batch(self) -> int:
         """Samples of the largest batch."""
         return max(arm.batch_size for arm in self.arms)
-
-    @property
-    def half(self) -> int:
-        """Length of the baselines' short trainings."""
-        return self.samples // 2
 
     @property
     def compared(self) -> list[int]:
@@ -242,5 +235,4 @@ class Summary(shared.Summary, frozen=True, kw_only=True):
     @property
     def verdicts(self) -> list[Verdict]:
         """In the order of the arms."""
-        found = [one for one in self.findings if isinstance(one, Verdict)]
-        return sorted(found, key=lambda one: one.arm)
+        return sorted((x for x in self.findings if isinstance(x, Verdict)), key=lambda x: x.arm)

@@ -1,5 +1,6 @@
 """The trials of ``compare``: what each kind does with a trainer."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,17 +22,15 @@ from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker, reason
 
-Entries = Mapping[str, Entry]
-
 
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """As long trainings as the budget allows, once all optimizers have taken steps."""
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
     shown = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+    traits = {name: own for name, own in shown.items() if name not in KNOWN}
     world, names = trainer.context.size, tuple(entries)
     plan = make_plan(settings, names, task, speed=speed, workers=workers, world=world)
-    traits = {name: own for name, own in shown.items() if name not in KNOWN}
     return msgspec.structs.replace(plan, traits=traits)
 
 
@@ -56,7 +55,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
             if seed < wanted[arm]:
                 add(arm, plan.samples, step, seed, f"seed {seed}")
                 if plan.baseline(arm) == arm:
-                    add(arm, plan.half, step, seed, f"seed {seed}")
+                    add(arm, plan.samples // 2, step, seed, f"seed {seed}")
     return found
 
 
@@ -66,7 +65,9 @@ def training(
     """Trains from the initial weights; all optimizers see the same data and random numbers."""
     trainer, task, own = place.trainer, place.trainer.task, plan.arms[arm]
     entry = _entries(place)[own.optimizer]
-    lr = entry.rate(own.batch_size / task.batch_size) * 2.0**step
+    # A larger batch has its square root's multiple, but for an optimizer with a rate of its own.
+    multiple = 1.0 if entry.traits.own_rate else math.sqrt(own.batch_size / task.batch_size)
+    lr = entry.lr * multiple * 2.0**step
     trainer.task = entry.task(task, lr, samples)
     try:
         curve = place.train(own.batch_size, samples, seed, Rate(total=samples))
@@ -79,7 +80,7 @@ def training(
 TRIALS = {"training": training}
 
 
-def _entries(place: Workplace) -> Entries:
+def _entries(place: Workplace) -> Mapping[str, Entry]:
     """Made once: a user's file runs when its functions are loaded."""
     if not place.tools:
         settings, traits = place.header.settings, place.header.plan.traits

@@ -92,9 +92,8 @@ def said(found: Edge | Verdict, s: Summary) -> str:
 
 def too_little(s: Summary) -> str | None:
     """Without a verdict nothing is said."""
-    if s.verdicts or s.rise:
-        return None
-    return "The budget was over before enough seeds for a verdict were trained"
+    why = "The budget was over before enough seeds for a verdict were trained"
+    return None if s.verdicts or s.rise else why
 
 
 def table(s: Summary) -> Table | None:

@@ -41,8 +41,8 @@ def test_about_ten_pairs_of_each_arm_fit_the_budget(budget, workers, batches):
     unit = 2 * (4 if batches == "1" else 4 * 48)
     assert work <= span < work + unit * (whole + halves / 2)
     # Whole steps at every batch size, of the half as well.
-    assert all(plan.half % size == 0 for size in sizes)
-    assert plan.half * 2 == plan.samples >= 40 * plan.largest_batch
+    assert all(plan.samples % (2 * size) == 0 for size in sizes)
+    assert plan.samples >= 40 * plan.largest_batch
 
 
 def test_a_given_length_and_what_cannot_be_planned():
