@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 # Every exchange between processes waits for the slower one: fewer steps than elsewhere.
 ADVISE = changed(SMALL, samples=64)
 ALL = comparisons.ALL
-COMPARE = comparisons.planned(ALL, samples=16, pairs=5)
-SMALLER = comparisons.planned(("adamw", "lans"), samples=64, pairs=4)
+COMPARE = comparisons.planned(ALL, samples=16, seeds=5)
+SMALLER = comparisons.planned(("adamw", "lans"), samples=64, seeds=4)
 STEPS = 16  # of a phase of inspect
 CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
 
