@@ -71,7 +71,7 @@ def study(number: int, bowl: float, shifts: tuple[float, ...], cliff: bool) -> l
             evidence = Optimizers(header, results)
         for seed in range(MOST):
             train(arm, evidence.step(arm) or 0.0, seed)
-    return [*Optimizers(header, results).verdicts.values()]
+    return [one for one, _ in Optimizers(header, results).judged.values() if one]
 
 
 def row(

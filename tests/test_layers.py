@@ -67,7 +67,7 @@ CEILINGS = {
     "integrations": 949,
     "studies": 3316,
     "studies/advise": 1150,
-    "studies/compare": 1295,
+    "studies/compare": 1139,
     "studies/inspect": 1105,
     "studies/ab": 980,
     "tasks": 1602,

@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 # Every exchange between processes waits for the slower one: fewer steps than elsewhere.
 ADVISE = changed(SMALL, samples=64)
 ALL = comparisons.ALL
-COMPARE = comparisons.planned(ALL, samples=16, pairs=5)
-SMALLER = comparisons.planned(("adamw", "lans"), samples=64, pairs=4)
+COMPARE = comparisons.planned(ALL, samples=16, seeds=5)
+SMALLER = comparisons.planned(("adamw", "lans"), samples=64, seeds=4)
 STEPS = 16  # of a phase of inspect
 CHOSEN = {"device": "cpu", "threads": 1, "workers": 1}
 
@@ -178,11 +178,6 @@ def test_two_processes_compare_as_one_does(one, folder):
         # rounding is 2^-8. A rank's samples lost or seen twice show in the first digit.
         near = 2e-2 if ALL[own.arm] == "muon" else 1e-4
         assert other.loss == pytest.approx(own.loss, rel=near), own.key
-    held = [
-        {name: cost.state_bytes for name, cost in run.header.plan.costs.items()}
-        for run in (single, shared)
-    ]
-    assert held[1] == pytest.approx(held[0], rel=1e-6)
 
 
 def test_an_overflow_on_one_process_is_attributed_on_all(folder):

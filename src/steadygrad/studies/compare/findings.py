@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from statistics import median
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,8 +31,7 @@ class Optimizers(paired.Evidence):
 
     def __init__(self, header: Header, results: Results) -> None:
         super().__init__(header, results)
-        arms = range(len(self.plan.arms))
-        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in arms]
+        self.ladders = [Ladder(self, arm, self.plan.samples) for arm in range(len(self.plan.arms))]
 
     def step(self, arm: int) -> float | None:
         """Octaves of the tuned rate above the arm's own; None where the search is not done."""
@@ -59,10 +59,8 @@ class Optimizers(paired.Evidence):
 
         A baseline needs those of all that are compared with it.
         """
-        if arm not in self.plan.compared:
-            others = [one for one in self.plan.compared if self.plan.baseline(one) == arm]
-            return max(map(self.wanted, others))
-        return self.judged[arm][1]
+        own = (one for one in self.plan.compared if arm in (one, self.plan.baseline(one)))
+        return max(self.judged[one][1] for one in own)
 
     def _judge(self, arm: int, pairs: int) -> Verdict:
         """The verdict by an arm's first trainings, and the baseline's with the same seeds."""
@@ -107,32 +105,34 @@ class Optimizers(paired.Evidence):
         """A verdict with the samples and the time that the baseline needs for the same loss.
 
         The baseline's loss falls from half the length to the whole one; Student's interval of that
-        counts, with 95 %. Steps were timed at the task's own batch size.
+        counts, with 95 %. The time is that of the pairs' trainings, evaluations included, at the
+        task's own batch size.
         """
-        whole = row.baseline_losses
-        short = self.pairs(self.plan.baseline(row.arm), self.plan.half)
+        whole, baseline, time = row.baseline_losses, self.plan.baseline(row.arm), None
+        short = self.pairs(baseline, self.plan.samples // 2)
         if row.failed or not {*range(row.pairs)} <= short.keys():
             return row
         falls = np.array([short[seed].loss - loss for seed, loss in whole.items()])
         error = float(falls.std(ddof=1)) / math.sqrt(row.pairs)
         error *= -float(special.stdtrit(row.pairs - 1, paired.ALPHA / 2))
         ratio = sample_ratio(row.mean, (row.low, row.high), float(falls.mean()), error)
-        cost, time = self.plan.costs.get(row.optimizer), None
-        if ratio and cost and row.batch_size == self.task.batch_size:
-            time = Ratio(*(cost.time_ratio / x for x in (ratio.value, ratio.high, ratio.low)))
+        both = self.pairs(row.arm), self.pairs(baseline)
+        own, other = (median(runs[n].time.get("seconds", 0.0) for n in whole) for runs in both)
+        if ratio and own and other and row.batch_size == self.task.batch_size:
+            time = Ratio(*(own / other / x for x in (ratio.value, ratio.high, ratio.low)))
         return replace(row, sample_ratio=ratio, time_ratio=time)
 
     def tuned(self, arm: int) -> Tuned:
         """The search for an arm's rate."""
         ladder, step, own = self.ladders[arm], self.step(arm), self.plan.arms[arm]
-        runs = (run for run in self.results.select(Training) if run.arm == arm)
-        first = next((run.lr * 2.0**-run.step for run in runs), None)
+        # At the arm's own rate.
+        runs = self.trainings(arm, self.plan.samples).values()
         has_ladder = step is not None and not self.plan.has_own_rate(arm)
         ends = min(ladder.losses), max(ladder.losses)
         return Tuned(
             optimizer=own.optimizer,
             batch_size=own.batch_size,
-            lr=None if step is None or first is None else first * 2.0**step,
+            lr=None if step is None else next((run.lr * 2.0**step for run in runs), None),
             step=step,
             interior=ladder.best not in ends if has_ladder else None,
             tried={octave: loss for octave, loss in ladder.losses.items() if loss is not None},
@@ -182,13 +182,11 @@ def sample_ratio(mean: float, ends: tuple[float, float], fall: float, error: flo
 
 def _ratio(octaves: float, exponent: float) -> float:
     """Ratio of samples that changes the loss by a number of octaves, between its bounds."""
-    if exponent == 0:
-        logarithm = octaves
-    else:
+    if exponent:
         left = 1 - octaves * (2**exponent - 1)
-        logarithm = -math.log2(left) / exponent if left > 0 else math.inf
+        octaves = -math.log2(left) / exponent if left > 0 else math.inf
     least, most = math.log2(schema.LEAST_RATIO), math.log2(schema.MOST_RATIO)
-    return float(2.0 ** min(max(logarithm, least), most))
+    return float(2.0 ** min(max(octaves, least), most))
 
 
 def summarize(header: Header, results: Results, status: str) -> Summary:
@@ -196,7 +194,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     plan, task, rise = header.plan, header.task, header.rise(results)
     evidence = Optimizers(header, Results() if rise else results)
     tuned = tuple(map(evidence.tuned, range(len(plan.arms))))
-    found = Summary(
+    return Summary(
         study="compare",
         status=status,
         task=task.name,
@@ -204,12 +202,10 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         samples=plan.samples,
         confidence=1 - plan.alpha,
         findings=tuple(find(evidence, tuned)),
-        optimizers=_titles(header),
+        optimizers=titles_of(header),
         tuned=tuned,
-        costs=plan.costs,
         rise=rise,
-    )
-    return found.worded(words)
+    ).worded(words)
 
 
 def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdict]:
@@ -227,11 +223,8 @@ def find(evidence: Optimizers, tuned: Iterable[Tuned]) -> Iterator[Edge | Verdic
     yield from sorted(rows, key=lambda row: (not row.lost, order.index(row.verdict)))
 
 
-def _titles(header: Header) -> dict[str, str]:
-    """Names of the optimizers in sentences."""
-    known, traits = schema.KNOWN, header.plan.traits
-    titles = {n: known[n].title if n in known else n for n in header.plan.optimizers}
-    titles |= {n: f"{n} with AdamW" for n in titles if n in traits and traits[n].matrices}
-    if schema.OWN in titles:
-        titles[schema.OWN] = f"{header.task.optimizer or 'The optimizer'} of the task"
-    return titles
+def titles_of(header: Header) -> dict[str, str]:
+    """Names of the optimizers in sentences, AdamW first."""
+    own = f"{header.task.optimizer or 'The optimizer'} of the task"
+    known = {**schema.KNOWN, schema.OWN: own}
+    return {arm.optimizer: known.get(arm.optimizer, arm.optimizer) for arm in header.plan.arms}

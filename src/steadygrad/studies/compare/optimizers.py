@@ -1,7 +1,6 @@
 """The optimizers that ``compare`` trains with: built in, the task's, libraries', a user's own."""
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -18,12 +17,9 @@ from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.optim import LAMB, LANS, ScaledAdam
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, OWN, Settings, Traits
+from steadygrad.studies.compare.schema import BASELINE, OWN, Settings, Traits
 from steadygrad.tasks import Task, load_function
 from steadygrad.tasks.check import reason
-
-# Modules with the optimizers of a package, where they are not the package itself.
-HOMES = {"torch": "torch.optim", "timm": "timm.optim"}
 
 Maker = Callable[..., Optimizer]
 
@@ -42,10 +38,6 @@ class Entry:
     make: Maker
     traits: Traits = field(default_factory=Traits)
 
-    def rate(self, multiple: float) -> float:
-        """The learning rate to begin with at a multiple of the task's batch size."""
-        return self.lr if self.traits.own_rate else self.lr * math.sqrt(multiple)
-
     def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""
         return replace(
@@ -60,8 +52,7 @@ class Entry:
 
     def ready(self, model: nn.Module, lr: float) -> Optimizer:
         """The optimizer, in the mode for training where it has modes."""
-        options = {"matrices": True} if self.traits.matrices else {}
-        optimizer = self.make(model, lr, **options)
+        optimizer = self.make(model, lr)
         getattr(optimizer, "train", lambda: None)()
         return optimizer
 
@@ -87,24 +78,10 @@ class Joined(Optimizer):
 
 
 def _muon(model: nn.Module, lr: float) -> Joined:
-    """Torch's Muon, with steps as long as AdamW's, so that one learning rate serves both."""
-    options: Any = {"lr": lr, "weight_decay": 0.1}
-    muon = partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw", **options)
-    return _split(model, muon, partial(torch.optim.AdamW, **options))
+    """Torch's Muon for matrices; AdamW for all else, embeddings and the last layer included.
 
-
-def _library(
-    kind: Maker, default: float, model: nn.Module, lr: float, *, matrices: bool = False
-) -> Optimizer:
-    """One of a library; AdamW beside it has its own default rate, and follows the other's."""
-    if not matrices:
-        return _plain(kind, model, lr)
-    adamw = partial(torch.optim.AdamW, lr=KNOWN[BASELINE].lr * lr / default)
-    return _split(model, partial(kind, lr=lr), adamw)
-
-
-def _split(model: nn.Module, kind: Maker, rest: Maker) -> Joined:
-    """One optimizer for matrices; another for all else, embeddings and the last layer included."""
+    Its steps are as long as AdamW's, so that one learning rate serves both.
+    """
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables |= set(map(id, linear[-1:]))
@@ -112,21 +89,23 @@ def _split(model: nn.Module, kind: Maker, rest: Maker) -> Joined:
     matrices = [p for p in params if p.ndim == 2 and id(p) not in tables]
     if not matrices:
         raise InputError(
-            "Muon and its like need a matrix beside embeddings and the last layer. Found none in "
-            "the model. Remedy: --optimizers without it."
+            "Muon needs a matrix beside embeddings and the last layer. Found none in the model. "
+            "Remedy: --optimizers without it."
         )
-    kept = set(map(id, matrices))
-    others = [p for p in params if id(p) not in kept]
-    return Joined(kind(matrices), *([rest(others)] if others else []))
+    others = [p for p in params if p.ndim != 2 or id(p) in tables]
+    options: Any = {"lr": lr, "weight_decay": 0.1}
+    muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **options)
+    return Joined(muon, *([torch.optim.AdamW(others, **options)] if others else []))
 
 
-_MAKERS: Mapping[str, Maker] = {
-    BASELINE: partial(_plain, torch.optim.AdamW),
-    "scaledadam": partial(_plain, ScaledAdam),
-    "lans": partial(_plain, LANS),
-    "lamb": partial(_plain, LAMB),
-    "sgd": partial(_plain, partial(torch.optim.SGD, momentum=0.9)),
-    "muon": _muon,
+# With their default learning rates.
+_BUILT_IN: Mapping[str, Entry] = {
+    BASELINE: Entry(1e-3, partial(_plain, torch.optim.AdamW)),
+    "scaledadam": Entry(3e-2, partial(_plain, ScaledAdam)),
+    "lans": Entry(1e-3, partial(_plain, LANS)),
+    "lamb": Entry(1e-3, partial(_plain, LAMB)),
+    "sgd": Entry(0.1, partial(_plain, partial(torch.optim.SGD, momentum=0.9))),
+    "muon": Entry(1e-3, _muon),
 }
 
 
@@ -135,8 +114,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
 
     The functions of ``--add`` are at ``files``. Default: as they are named.
     """
-    known = {name: Entry(own.lr, _MAKERS[name]) for name, own in KNOWN.items()}
-    known[OWN] = Entry(task.lr, task.optimizer)
+    known = {**_BUILT_IN, OWN: Entry(task.lr, task.optimizer)}
     found = {BASELINE: known[BASELINE]}
     for name in map(str.strip, settings.optimizers.split(",")):
         name = name if ":" in name else name.lower()
@@ -148,11 +126,7 @@ def entries_of(settings: Settings, task: Task, files: Mapping[str, str] = {}) ->
                 f"library:name. Found {name!r}{' twice' if name in found else ''}. Remedy: such "
                 "as scaledadam,timm:adan; --add takes one of your own."
             )
-        if name in known:
-            found[name] = known[name]
-        else:
-            kind, lr = _found(name, task.lr)
-            found[name] = Entry(lr, partial(_library, kind, lr))
+        found[name] = known[name] if name in known else _found(name, task.lr)
     for spec in filter(None, map(str.strip, settings.add.split(","))):
         name = spec.rpartition(":")[2]
         if name in {**known, **found}:
@@ -178,15 +152,14 @@ def _added(spec: str) -> Maker:
     return load_function(spec)
 
 
-def _found(spec: str, other: float) -> tuple[Maker, float]:
-    """The maker ``(parameters, lr=...) -> optimizer`` of a name, and its default learning rate.
+def _found(spec: str, other: float) -> Entry:
+    """A class of a library or, in timm, what its factory makes of a name.
 
-    It is a class, or in timm what its factory makes of a name. Where it has no rate of its own,
-    the rate is the ``other``.
+    Where it has no default learning rate, that is the ``other``.
     """
     package, _, name = spec.partition(":")
     try:
-        module = import_module(HOMES.get(package, package))
+        module = import_module(f"{package}.optim" if package in ("torch", "timm") else package)
         kind: Any = getattr(module, name, None)
         if package == "timm":
             kind = partial(module.create_optimizer_v2, opt=name)
@@ -200,10 +173,11 @@ def _found(spec: str, other: float) -> tuple[Maker, float]:
             f"schedulefree:AdamWScheduleFree. Found {spec!r}: {reason(error)}. Remedy: check the "
             "name, and that the library is installed; --add takes a function of your own."
         ) from error
-    return kind, float(lr) if isinstance(lr, (int, float)) and lr > 0 else other
+    has_rate = isinstance(lr, (int, float)) and lr > 0
+    return Entry(float(lr) if has_rate else other, partial(_plain, kind))
 
 
-def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
+def traits_of(name: str, optimizer: Optimizer) -> Traits:
     """The traits that an optimizer's object shows: a schedule and a rate of its own."""
     release = ""
     if ":" in name:
@@ -215,11 +189,9 @@ def traits_of(name: str, optimizer: Optimizer, *, matrices: bool) -> Traits:
                 "file of your own. Remedy: --add path/file.py:make_optimizer."
             )
         release = version(packages[0])
-    has = [callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")]
     return Traits(
         version=release,
-        own_schedule=all(has),
+        own_schedule=all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")),
         # D-Adaptation and its kin begin with an estimate d0 of the distance to the solution.
         own_rate="d0" in inspect.signature(type(optimizer)).parameters,
-        matrices=matrices,
     )

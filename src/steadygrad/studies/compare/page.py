@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from steadygrad.studies import charts
 from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
-from steadygrad.studies.compare.findings import Optimizers
-from steadygrad.studies.compare.schema import KNOWN, Summary, Verdict
+from steadygrad.studies.compare.findings import Optimizers, titles_of
+from steadygrad.studies.compare.schema import KNOWN, Summary, Tuned, Verdict
 from steadygrad.studies.folder import Run
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import listed, plural, show
@@ -21,23 +21,20 @@ from steadygrad.studies.text import listed, plural, show
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     plan, evidence = run.header.plan, Optimizers(run.header, run.results)
-    titles = found.optimizers if found else {name: name for name in plan.optimizers}
-    several = len({arm.batch_size for arm in plan.arms}) > 1
+    titles, several = titles_of(run.header), len({arm.batch_size for arm in plan.arms}) > 1
     labels = [f"{titles[a.optimizer]}{f', {show(a.batch_size)}' * several}" for a in plan.arms]
     tuned = [evidence.tuned(arm) for arm in range(len(plan.arms))]
     rows, runs = found.verdicts if found else [], run.results.select(Training)
-    # The baselines' too.
-    arms = sorted({arm for row in rows for arm in (row.arm, plan.baseline(row.arm))})
-    panels = [_rates(evidence, arm, labels[arm], one.tried) for arm, one in enumerate(tuned)]
+    losses = [{n: run.loss for n, run in evidence.pairs(arm).items()} for arm in range(len(tuned))]
+    panels = [_rates(evidence, arm, labels[arm], one) for arm, one in enumerate(tuned)]
     return {
-        "found": found,
         "titles": titles,
         "labels": labels,
         "samples": plural(run.header.task.sample),
         "tuned": [*zip(labels, tuned, strict=True)],
         "steps": sorted({step for one in tuned for step in one.tried}),
         "differences": _differences(rows, labels) if rows else None,
-        "losses": {arm: {n: run.loss for n, run in evidence.pairs(arm).items()} for arm in arms},
+        "losses": [(name, own) for name, own in zip(labels, losses, strict=True) if own],
         "trained": len(runs),
         "diverged": sum(math.isinf(one.loss) for one in runs),
         "seeds": range(max((row.pairs for row in rows), default=0)),
@@ -58,12 +55,10 @@ def _differences(rows: Sequence[Verdict], labels: Sequence[str]) -> Markup:
     return charts.differences("differences", spoken, drawn, "loss less AdamW's")
 
 
-def _rates(
-    evidence: Optimizers, arm: int, label: str, searched: Mapping[int, float]
-) -> Markup | None:
+def _rates(evidence: Optimizers, arm: int, label: str, tuned: Tuned) -> Markup | None:
     """Losses of one arm over the learning rate: means of the search, and the seeds of the pairs."""
     length, pairs, tried = evidence.plan.samples, [*evidence.pairs(arm).values()], {}
-    for octave, loss in searched.items():
+    for octave, loss in tuned.tried.items():
         run, *_ = evidence.trainings(arm, length, octave).values()
         tried[run.lr] = loss
     known = [*tried.items(), *((run.lr, run.loss) for run in pairs)]

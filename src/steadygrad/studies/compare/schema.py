@@ -2,36 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from steadygrad.studies import schema as shared
 from steadygrad.studies.paired import ALPHA, MOST, pairs_needed
-from steadygrad.studies.schema import NonNegative, Positive, PositiveFloat, Training
+from steadygrad.studies.schema import Positive, Training
 
 BASELINE = "adamw"
 # Name of the task's own optimizer.
 OWN = "task"
 # Beyond these ratios of samples the baseline's loss curve is no guide.
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
-
-
-class Known(NamedTuple):
-    """A built-in optimizer: its name in sentences, and its default learning rate."""
-
-    title: str
-    lr: float
-
-
-KNOWN: Mapping[str, Known] = {
-    BASELINE: Known("AdamW", 1e-3),
-    "scaledadam": Known("ScaledAdam", 3e-2),
-    "lans": Known("LANS", 1e-3),
-    "lamb": Known("LAMB", 1e-3),
-    "sgd": Known("SGD", 0.1),
-    "muon": Known("Muon", 1e-3),
+# Names of the built-in optimizers in sentences.
+KNOWN: Mapping[str, str] = {
+    BASELINE: "AdamW",
+    "scaledadam": "ScaledAdam",
+    "lans": "LANS",
+    "lamb": "LAMB",
+    "sgd": "SGD",
+    "muon": "Muon",
 }
 
 # For `--help`.
@@ -41,10 +33,7 @@ OPTIMIZERS = (
     "and those of libraries, such as timm:adan or schedulefree:AdamWScheduleFree."
 )
 ADD = "Optimizers of your own: path/file.py:make_optimizer, of (model, lr); several with commas."
-BATCHES = (
-    "Batch sizes as multiples of the task's, such as 1,4,16: each optimizer is tuned at each of "
-    "them."
-)
+BATCHES = "Batch sizes as multiples of the task's, such as 1,4,16: all are tuned at each of them."
 SAMPLES = "Length of the trainings; 0: as the budget allows."
 SEEDS = "Most paired seeds of each optimizer, where fewer do not tell. With --resume: a new limit."
 
@@ -68,20 +57,11 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         version: Release of its library; empty where it is not known.
         own_schedule: Whether it has ``train()`` and ``eval()``: no warm-up and decay are applied.
         own_rate: Whether it estimates its learning rate: no ladder of rates is tried.
-        matrices: Whether it takes only matrices; AdamW has the rest.
     """
 
     version: str = ""
     own_schedule: bool = False
     own_rate: bool = False
-    matrices: bool = False
-
-
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a training step over AdamW's, and bytes of state for each weight."""
-
-    time_ratio: PositiveFloat
-    state_bytes: NonNegative
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -96,10 +76,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arms: By batch size, AdamW first: the baseline of the others at that size.
-        samples: Length of the trainings, a whole number of steps of every arm, as is its half.
+        samples: Length of the trainings, a whole number of steps of every arm, as is its half, the
+            length of the baselines' short ones.
         seeds: Most paired seeds of an arm.
         work: Cost of about as many trials as tell, in samples.
-        costs: By optimizer, as they were measured before the first trial.
         traits: By optimizer, of those that are not built in.
     """
 
@@ -107,7 +87,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     samples: Positive
     seeds: Annotated[int, Meta(ge=1, le=MOST)]
     work: Positive
-    costs: dict[str, Cost] = {}
     traits: dict[str, Traits] = {}
 
     def __post_init__(self) -> None:
@@ -118,16 +97,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def largest_batch(self) -> int:
         """Samples of the largest batch."""
         return max(arm.batch_size for arm in self.arms)
-
-    @property
-    def optimizers(self) -> list[str]:
-        """Names of the optimizers, AdamW first."""
-        return list(dict.fromkeys(arm.optimizer for arm in self.arms))
-
-    @property
-    def half(self) -> int:
-        """Length of the baselines' short trainings."""
-        return self.samples // 2
 
     @property
     def compared(self) -> list[int]:
@@ -184,8 +153,8 @@ class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
         losses: By seed; infinite where it diverged.
         sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
             quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
-        time_ratio: Time to the same loss over AdamW's, by the time of a step; None at other batch
-            sizes than the task's.
+        time_ratio: Time to the same loss over AdamW's, by the seconds of the pairs' trainings; None
+            at other batch sizes than the task's.
     """
 
     arm: int
@@ -262,10 +231,8 @@ class Summary(shared.Summary, frozen=True, kw_only=True):
     findings: tuple[Edge | Verdict, ...]
     optimizers: dict[str, str]
     tuned: tuple[Tuned, ...]
-    costs: dict[str, Cost]
 
     @property
     def verdicts(self) -> list[Verdict]:
         """In the order of the arms."""
-        found = [one for one in self.findings if isinstance(one, Verdict)]
-        return sorted(found, key=lambda one: one.arm)
+        return sorted((x for x in self.findings if isinstance(x, Verdict)), key=lambda x: x.arm)

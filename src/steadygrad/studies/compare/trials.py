@@ -1,23 +1,20 @@
 """The trials of ``compare``: what each kind does with a trainer."""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean
 
 import msgspec
 import torch
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError
+from steadygrad.studies.calibration import measured_speed
 from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
 from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.schema import BASELINE, KNOWN, Cost, Header, Plan, Settings, Traits
+from steadygrad.studies.compare.schema import KNOWN, Header, Plan, Settings, Traits
 from steadygrad.studies.folder import Results
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.schema import Training
@@ -27,34 +24,20 @@ from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker, reason
 
-# Measurements of a step's time, and the fewest where they would take long.
-TURNS, LEAST_TURNS = 28, 6
-# Some optimizers divide by a learning rate; this one changes no weight.
-NO_RATE = 1e-12
-
-Entries = Mapping[str, Entry]
-
 
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """As long trainings as the budget allows, once all optimizers have taken steps."""
     task = trainer.task
     entries = trainer.context.together(lambda: entries_of(settings, task))
-    entries = {name: tried(trainer, name, entry) for name, entry in entries.items()}
-    # About a twentieth of the budget at most, which begins after them.
-    steps = settings.budget * speed / 20 / task.batch_size
-    turns = min(max(int(steps / (1 + len(entries))), LEAST_TURNS), TURNS)
-    costs, slower = measured(trainer, entries, turns)
-    plan = make_plan(
-        settings,
-        tuple(entries),
-        task,
-        # All have as many trials, so that the mean time of their steps counts.
-        speed=speed / slower,
-        workers=workers,
-        world=trainer.context.size,
-    )
-    traits = {n: entry.traits for n, entry in entries.items() if n not in KNOWN}
-    return msgspec.structs.replace(plan, costs=costs, traits=traits)
+    shown = {name: tried(trainer, name, entry) for name, entry in entries.items()}
+    traits = {name: own for name, (own, _) in shown.items() if name not in KNOWN}
+    own = measured_speed(trainer, task.batch_size, few=True)
+    # All have as many trials; in quarter octaves, so that a busier machine makes the same plan.
+    slower = max(0, round(4 * math.log2(fmean(own / each for _, each in shown.values()))))
+    speed /= 2.0 ** (slower / 4)
+    world, names = trainer.context.size, tuple(entries)
+    plan = make_plan(settings, names, task, speed=speed, workers=workers, world=world)
+    return msgspec.structs.replace(plan, traits=traits)
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
@@ -78,7 +61,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
             if seed < wanted[arm]:
                 add(arm, plan.samples, step, seed, f"seed {seed}")
                 if plan.baseline(arm) == arm:
-                    add(arm, plan.half, step, seed, f"seed {seed}")
+                    add(arm, plan.samples // 2, step, seed, f"seed {seed}")
     return found
 
 
@@ -88,7 +71,9 @@ def training(
     """Trains from the initial weights; all optimizers see the same data and random numbers."""
     trainer, task, own = place.trainer, place.trainer.task, plan.arms[arm]
     entry = _entries(place)[own.optimizer]
-    lr = entry.rate(own.batch_size / task.batch_size) * 2.0**step
+    # A larger batch has its square root's multiple, but for an optimizer with a rate of its own.
+    multiple = 1.0 if entry.traits.own_rate else math.sqrt(own.batch_size / task.batch_size)
+    lr = entry.lr * multiple * 2.0**step
     trainer.task = entry.task(task, lr, samples)
     try:
         curve = place.train(own.batch_size, samples, seed, Rate(total=samples))
@@ -101,7 +86,7 @@ def training(
 TRIALS = {"training": training}
 
 
-def _entries(place: Workplace) -> Entries:
+def _entries(place: Workplace) -> Mapping[str, Entry]:
     """Made once: a user's file runs when its functions are loaded."""
     if not place.tools:
         settings, traits = place.header.settings, place.header.plan.traits
@@ -110,97 +95,34 @@ def _entries(place: Workplace) -> Entries:
     return place.tools
 
 
-def tried(trainer: Trainer, name: str, entry: Entry) -> Entry:
-    """An optimizer with the traits that a step of it shows.
+def tried(trainer: Trainer, name: str, entry: Entry) -> tuple[Traits, float]:
+    """The traits that steps of an optimizer show, and the samples a second that they train on.
 
-    One of a library that cannot take such a step is tried with the matrices alone.
+    One that cannot take a step is refused by name.
     """
-    errors, model, task = [], trainer.model, trainer.task
-    for matrices in (False, True):
-        own = replace(entry, traits=Traits(matrices=matrices))
-        try:
-            make, what = partial(own.ready, model), f"The optimizer {name}"
-            checked = partial(check_optimizer_maker, make, model, own.lr, what, varied=True)
-            optimizer = trainer.context.together(checked)
-            trainer.backward(torch.arange(trainer.task.batch_size))
-            check_gradients(optimizer, model, what)
-            with guarded(f"A step of the optimizer {name}"):
-                optimizer.step()
-            trainer.task = replace(own.task(task, own.lr, 0), name=name)
-            trainer.check_rate()
-        except InputError as error:
-            # The error of a maker, such as one that leaves the rate aside, and not of a library.
-            if ":" not in name or (error.__cause__ is None and not matrices):
-                raise
-            errors.append(error)
-        else:
-            return replace(own, traits=traits_of(name, optimizer, matrices=matrices))
-        finally:
-            trainer.task = task
-            trainer.restart()
-    raise InputError(
-        f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
-        f"{reason(errors[0].__cause__ or errors[0])}. Remedy: --optimizers without it, or --add "
-        "with a function of your own."
-    ) from errors[0]
-
-
-def measured(trainer: Trainer, entries: Entries, turns: int) -> tuple[dict[str, Cost], float]:
-    """Costs of a step by optimizer, and their mean time over the task's own optimizer's.
-
-    That is at least 1, and rounded to a quarter power of two, so that a slightly busier machine
-    makes the same plan.
-    """
-    model, own = trainer.model, trainer.optimizer
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    optimizers = {name: entry.ready(model, entry.lr) for name, entry in entries.items()}
-    seconds = _seconds(trainer, {"": own, **optimizers}, turns)
-    held = {name: _state_bytes(optimizer) / numel for name, optimizer in optimizers.items()}
-    trainer.restart()
-    # The same on every rank.
-    seconds, held = trainer.context.gather((seconds, held))[0]
-    base, slower = seconds[BASELINE], fmean(seconds[name] for name in entries) / seconds[""]
-    costs = {n: Cost(time_ratio=seconds[n] / base, state_bytes=held[n]) for n in entries}
-    return costs, float(2.0 ** (max(0, round(4 * math.log2(slower))) / 4))
-
-
-def _seconds(trainer: Trainer, optimizers: Mapping[str, Optimizer], turns: int) -> dict[str, float]:
-    """Seconds of a training step of the task's batch with each optimizer, measured in turns.
-
-    The weights stay, so that all steps see the same gradients.
-    """
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = NO_RATE
-    backward: list[float] = []
-    steps: dict[str, list[float]] = {name: [] for name in optimizers}
-    for _ in range(turns):
-        trainer.context.poll()
-        for name, optimizer in optimizers.items():
-            # Before each step, as in training: whichever step came first after a common one would
-            # find other caches than the rest.
-            began = _clock(trainer)
-            trainer.backward(torch.arange(trainer.task.batch_size))
-            backward.append(_clock(trainer) - began)
-            began = _clock(trainer)
-            with guarded(f"A step of the optimizer {name}"):
-                optimizer.step()
-            steps[name].append(_clock(trainer) - began)
-            trainer.model.zero_grad()
-    # The first third warms up.
-    common = median(backward[len(backward) // 3 :])
-    return {name: common + median(found[turns // 3 :]) for name, found in steps.items()}
-
-
-def _clock(trainer: Trainer) -> float:
-    device = trainer.context.device
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.monotonic()
-
-
-def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state; a tensor that parameters share counts once."""
-    values: list[Any] = tree_leaves(list(optimizer.state.values()))
-    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    model, task, what = trainer.model, trainer.task, f"The optimizer {name}"
+    try:
+        make = partial(entry.ready, model)
+        checked = partial(check_optimizer_maker, make, model, entry.lr, what, varied=True)
+        optimizer = trainer.context.together(checked)
+        trainer.backward(torch.arange(task.batch_size))
+        check_gradients(optimizer, model, what)
+        with guarded(f"A step of the optimizer {name}"):
+            optimizer.step()
+        trainer.task = replace(entry.task(task, entry.lr, 0), name=name)
+        trainer.check_rate()
+        trainer.restart()
+        speed = measured_speed(trainer, task.batch_size, few=True)
+    except InputError as error:
+        # The error of a maker, such as one that leaves the rate aside, and not of a library.
+        if ":" not in name or error.__cause__ is None:
+            raise
+        raise InputError(
+            f"Expected an optimizer that takes steps on gradients alone. Found {name}: "
+            f"{reason(error.__cause__)}. Remedy: --optimizers without it, or --add with a function "
+            "of your own."
+        ) from error
+    finally:
+        trainer.task = task
+        trainer.restart()
+    return traits_of(name, optimizer), speed

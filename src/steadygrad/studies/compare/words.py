@@ -14,24 +14,22 @@ NOTES = {
     "evaluated at the weights of its eval().",
     "own_rate": "It estimates its learning rate: there is no ladder, and all runs have its default "
     "factor.",
-    "matrices": "It takes matrices only: AdamW has embeddings, the last layer and the rest, at "
-    "1e-3 where the other has its default rate, and in proportion.",
 }
 
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
     if not s.verdicts:
-        return "No optimizer can be judged yet: a verdict needs at least four seeds of each."
+        return "No optimizer can be judged yet: there are too few seeds of each for a verdict."
     better = [row for row in s.verdicts if row.verdict == "better"]
     text = _better(better, s) if better else _stay(s.verdicts, s)
     edges = [found for found in s.findings if isinstance(found, Edge) and found.hangs]
-    before = [] if s.status == "complete" else ["Preliminary: "]
+    before = "" if s.status == "complete" else "Preliminary: "
     if edges:
         names = listed(dict.fromkeys(s.optimizers[edge.optimizer] for edge in edges))
         why = "as the best learning rate is the last one tried"
-        before.append(f"{names} may be better than shown, {why}; so far, ")
-    return "".join([*before, text.replace("Stay with", "stay with", 1) if before else text])
+        before += f"{names} may be better than shown, {why}; so far, "
+    return before + (text.replace("Stay with", "stay with", 1) if before else text)
 
 
 def _better(rows: Sequence[Verdict], s: Summary) -> str:
@@ -80,9 +78,8 @@ def said(found: Edge | Verdict, s: Summary) -> str:
     if found.verdict == "better" and found.time_ratio:
         low, high = found.time_ratio.low, found.time_ratio.high
         time = "and time" if high < 1 else "but no time" if low >= 1 else "and perhaps time"
-        step = f"a step takes {s.costs[found.optimizer].time_ratio:.2f} times as long as AdamW's"
-        same = f"the same loss {ratios(found)[1]} times"
-        return f"{name} saves {plural(s.sample)} {time}: {step}, and {same}."
+        same = f"the same loss takes roughly {ratios(found)[1]} times AdamW's time"
+        return f"{name} saves {plural(s.sample)} {time}: {same}."
     if found.verdict != "cannot tell":
         return ""
     text = f"{name} cannot be told from AdamW on {found.pairs} seeds"
@@ -95,9 +92,8 @@ def said(found: Edge | Verdict, s: Summary) -> str:
 
 def too_little(s: Summary) -> str | None:
     """Without a verdict nothing is said."""
-    if s.verdicts or s.rise:
-        return None
-    return "The budget was over before enough seeds for a verdict were trained"
+    why = "The budget was over before enough seeds for a verdict were trained"
+    return None if s.verdicts or s.rise else why
 
 
 def table(s: Summary) -> Table | None:

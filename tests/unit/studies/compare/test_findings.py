@@ -43,7 +43,7 @@ def test_a_planted_difference_is_told_early_and_an_equal_one_is_not():
     assert "LANS (learning rate 0.001) is better than AdamW" in found.answer
     # A loss that falls by 0.2 an octave: at most 4 times.
     assert lans.sample_ratio.low > 1.5
-    # By the time of its step, 1.25 of AdamW's.
+    # By the median seconds of its trainings, 1.25 of AdamW's.
     assert lans.time_ratio.value == pytest.approx(1.25 / lans.sample_ratio.value)
     # One answer for as many comparisons as there are.
     (alone,) = summary(planned(("adamw", "lans")), noisy(lans=-0.3)).verdicts

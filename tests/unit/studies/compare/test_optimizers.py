@@ -11,7 +11,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import optimizers
-from steadygrad.studies.compare.optimizers import Joined, entries_of
+from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.schema import Settings, Traits
 from steadygrad.studies.compare.trials import plan_for, tried
 from steadygrad.studies.files import trusted
@@ -40,7 +40,7 @@ def attempt(name, task=None):
     """The entry of a library's optimizer, or of the function of a user, after its step."""
     task = task or make_task()
     found = entries(name, task=task) if ":" in name else entries("adamw", f"{ADDED}:{name}")
-    return tried(make_trainer(task), name, found[name])
+    return replace(found[name], traits=tried(make_trainer(task), name, found[name])[0])
 
 
 KNOWN = entries(",".join(ALL))
@@ -149,6 +149,7 @@ def test_optimizers_that_cannot_be_compared(optimizers, add, match):
         ("no_step", "optimizer no_step .*no step"),
         ("sets_rate", "optimizer of sets_rate .*of its own"),
         ("torch:LBFGS", "closure"),
+        ("torch:Muon", "torch:Muon: ValueError"),
         ("not_there_at_all.x:Y", "No module named 'not_there_at_all'"),
     ],
 )
@@ -163,7 +164,6 @@ def test_optimizers_that_do_not_work_are_found_before_the_study(name, match):
         ("torch:NAdam", 0.002, {}),
         (SCHEDULE_FREE, 0.05, {"own_schedule": True}),
         (OWN_RATE, 0.05, {"own_rate": True}),
-        ("torch:Muon", 0.001, {"matrices": True}),
     ],
 )
 def test_a_step_shows_what_an_optimizer_is(name, lr, traits):
@@ -182,18 +182,6 @@ def test_a_schedule_of_its_own_is_left_alone_and_evaluated_at_its_own_weights():
     targets = places.trainer.task.valid.batch(torch.arange(64))[1]
     assert run.loss == pytest.approx(float(targets.square().mean()))
     assert all(p.any() for p in places.trainer.model.parameters())
-
-
-def test_adamw_has_what_is_no_matrix_at_a_rate_that_follows():
-    entry, model = attempt("torch:Muon"), make_trainer().model
-    optimizer = entry.ready(model, 4 * entry.lr)
-    assert isinstance(optimizer, Joined)
-    muon, adamw = optimizer.parts
-    assert [p.shape for p in muon.param_groups[0]["params"]] == [(16, 8)]
-    assert [part.param_groups[0]["lr"] for part in (muon, adamw)] == [4 * entry.lr, 4e-3]
-    # Nothing to take.
-    with pytest.raises(InputError, match="torch:Muon: ValueError"):
-        attempt("torch:Muon", make_task(make_model=lambda: nn.Linear(8, 1)))
 
 
 @pytest.mark.parametrize(
