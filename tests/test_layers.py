@@ -65,11 +65,11 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CEILINGS = {
     "cli": 745,
     "integrations": 949,
-    "studies": 3316,
+    "studies": 3305,
     "studies/advise": 1150,
     "studies/compare": 1139,
     "studies/inspect": 1105,
-    "studies/ab": 980,
+    "studies/ab": 981,
     "tasks": 1602,
     "noise": 2551,
     "balance": 1206,

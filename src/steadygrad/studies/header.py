@@ -19,9 +19,6 @@ from steadygrad._studies import module_of
 from steadygrad.studies.files import digests
 from steadygrad.studies.schema import SCHEMA, Header, Runtime, TaskInfo
 from steadygrad.studies.trainer import Trainer
-from steadygrad.tasks import Task
-
-AS_IT_WAS = "the task as it was"
 
 
 def cores() -> int:
@@ -82,14 +79,6 @@ def describe_task(trainer: Trainer, spec: str) -> TaskInfo:
     )
 
 
-def check_task(then: TaskInfo, task: Task) -> None:
-    """Refuses a task that is not the one of a record, by all that is known before it is trained."""
-    for name in {field.name for field in fields(task)} & {*TaskInfo.__struct_fields__}:
-        was, now = getattr(then, name), getattr(task, name)
-        # What a study adds is not the task's own.
-        _check_same(name, was, {**was, **now} if name == "provenance" else now, AS_IT_WAS)
-
-
 def make_header(
     study: str,
     settings: Any,
@@ -144,7 +133,7 @@ def changes(header: Header, trainer: Trainer) -> list[str]:
     """
     then, now = header.task, describe_task(trainer, header.task.spec)
     for name in then.__struct_fields__:
-        _check_same(name, getattr(then, name), getattr(now, name), AS_IT_WAS)
+        _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")
     world = header.runtime.world_size, trainer.context.size
     _check_same("world_size", *world, "torchrun --nproc-per-node as before")
     before, after = header.environment, environment(trainer.context.device)

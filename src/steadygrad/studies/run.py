@@ -32,7 +32,7 @@ from steadygrad.studies.folder import (
     understanding,
     write_summary,
 )
-from steadygrad.studies.header import changes, check_task, make_header
+from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.paired import MOST
 from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.trainer import Trainer
@@ -180,13 +180,13 @@ def resume(
     with understanding(folder):
         complete = not work.trials_of(header, run.results)
         summary = summarize(header, run.results, "complete") if complete else None
-    # A complete run needs neither its device nor the other ranks.
-    if summary is not None:
-        if task is not None:
-            check_task(header.task, task)
+    # A complete run needs neither its device nor the other ranks, but to know a task of Python's.
+    if summary is not None and task is None:
         is_main = launched()[0] == 0
         if is_main and "budget" in given:
-            monitor.say("this run is complete. Remedy: start a new run with a longer --budget.")
+            monitor.say(
+                "this run is complete. Remedy: more seeds, or a new run with a longer --budget."
+            )
         # As texts: a NaN is not equal to itself.
         if is_main and dumps(summary) != dumps(run.summary):
             write_summary(folder, summary)

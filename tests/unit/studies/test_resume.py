@@ -4,6 +4,7 @@ import shutil
 import time
 
 import pytest
+import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Settings
@@ -104,11 +105,13 @@ def test_a_complete_run_may_have_more_seeds(whole, tmp_path):
 def test_a_complete_run_is_of_no_other_task(whole, tmp_path):
     """The answer of another task would be taken for that of this one."""
     folder = copy(whole, tmp_path / "run")
-    changes = {"name": "other", "lr": 0.5, "corpus": "new"}
+    twice = lambda model, batch: 2 * tiny_task.make_task().per_sample_loss(model, batch)
+    sgd = lambda parameters, lr: torch.optim.SGD(parameters, lr)
+    changes = {"name": "other", "lr": 0.5, "per_sample_loss": twice, "make_optimizer": sgd}
+    named = {"per_sample_loss": "losses before training", "make_optimizer": "optimizer"}
     for name, value in changes.items():
-        own = {"provenance": {name: value}} if name == "corpus" else {name: value}
-        task = tiny_task.make_task(**own)
-        with refused(name):
+        task = tiny_task.make_task(**{name: value})
+        with refused(named.get(name, name)):
             resume(folder, {}, task=task, deadline=Deadline(), monitor=Watcher())
     task = tiny_task.make_task()
     again = resume(folder, {}, task=task, deadline=Deadline(), monitor=Watcher())

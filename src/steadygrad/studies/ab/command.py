@@ -102,7 +102,8 @@ def run_command(
         return value, {"peak_bytes": int(peak)}
     else:
         found = f"{value[:60]!r}, which is no number," if value else "no number"
-        why = f"it printed {found} for {settings.metric!r}"
+        key = "" if "(" in settings.metric else " as a key of JSON"
+        why = f"it printed {found} for {settings.metric!r}{key}"
     raise RunFailed(f"{why}, after {output.last_line!r}")
 
 

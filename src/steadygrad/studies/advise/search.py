@@ -44,7 +44,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
 def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) -> Trial:
     evaluations = END_MARKS * (1 if arm or found.task.lr_decay != "none" else len(LENGTHS))
     cost = samples + evaluations * evaluation_cost(found.task.valid_size)
-    what = f"{found.plan.arms[arm]} over {samples:,}, seed {seed}"
+    what = f"batch {found.plan.arms[arm]} over {samples:,}, seed {seed}"
     what += f", {2.0**step:g} times the rate" if step else ""
     return Trial(("training", arm, samples, step, seed), cost, what)
 

@@ -106,7 +106,7 @@ def table(s: Summary) -> Table | None:
         rows.append((show(size), show(run.lr), extra, verdict, *counts))
     warmup = max(run.warmup_samples for run in s.checked)
     title = f"{s.task} over {found.samples:,} {samples}"
-    title += f"; larger batches warmed up over {warmup:,}" * (warmup > 0)
+    title += f"; larger batches warmed up over {warmup:,} {samples}" * (warmup > 0)
     return Table(title, HEADS, tuple(rows))
 
 
