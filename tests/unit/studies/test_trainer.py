@@ -66,7 +66,7 @@ def test_the_task_bounds_the_micro_batch(tmp_path):
     assert seen == [6, 6, 4] + [6] * 10 + [4]
     seen.clear()
     place = Workplace(trainer, lambda samples: None)
-    (*_, last) = noise(changed(PLAN, arms=(16,)), place, 64).points
+    (*_, last) = noise(changed(PLAN, arms=(16,)), place, 64, 0.0).points
     # A noise scale takes parts of one size.
     assert (last.samples, seen) == (64, [4] * 16)
 
