@@ -1,5 +1,6 @@
 """Types of ``advise``: what is chosen and planned, what trials give, and what is concluded."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,6 +22,8 @@ SEEDS = (
     "auto: as many as the budget allows. With --resume: a higher limit."
 )
 
+# Half the width of a 95 % interval, in deviations.
+WIDTH = 1.96
 # For `--help`.
 EXAMPLE = "steadygrad advise digits-deep --tolerance 0.5 --workers 4"
 
@@ -131,6 +134,37 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
     half_life: float | None = None
     decay_half_life: float | None = None
     why: str = ""
+
+
+class Critical(msgspec.Struct, frozen=True, kw_only=True):
+    """The critical batch size over one length, with its 95% confidence interval."""
+
+    samples: Positive
+    batch_size: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """The deviation of the size's logarithm."""
+        return math.log(self.high / self.low) / (2 * WIDTH)
+
+
+class Growth(Finding, frozen=True, tag="growth"):
+    """The critical batch size over a training that was too long to be tried.
+
+    Attributes:
+        predicted: With its 95% confidence interval; None where no shorter length had one.
+        lengths: Those that it is predicted from, ascending.
+        slope: Its logarithm grows by this with the logarithm of the length.
+        agree: Whether the lengths agree with one slope.
+    """
+
+    samples: Positive
+    predicted: Critical | None = None
+    lengths: tuple[Critical, ...] = ()
+    slope: float = 0.0
+    agree: bool = True
 
 
 class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
