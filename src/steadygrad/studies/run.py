@@ -175,7 +175,8 @@ def resume(
     settings = _agreed(run, name, given)
     plan = run.header.plan
     if "seeds" in given:
-        plan = msgspec.structs.replace(plan, seeds=settings.seeds or MOST)
+        # Fewer than were planned would leave a verdict without its first look.
+        plan = msgspec.structs.replace(plan, seeds=max(plan.seeds, settings.seeds or MOST))
     header = msgspec.structs.replace(run.header, settings=settings, plan=plan)
     with understanding(folder):
         complete = not work.trials_of(header, run.results)
@@ -184,9 +185,7 @@ def resume(
     if summary is not None and task is None:
         is_main = launched()[0] == 0
         if is_main and "budget" in given:
-            monitor.say(
-                "this run is complete. Remedy: more seeds, or a new run with a longer --budget."
-            )
+            monitor.say("this run is complete. Remedy: more seeds, or a new run with more time.")
         # As texts: a NaN is not equal to itself.
         if is_main and dumps(summary) != dumps(run.summary):
             write_summary(folder, summary)

@@ -85,7 +85,7 @@ def test_a_complete_run_is_not_run_again(whole, tmp_path):
     # Nor written again: the folder may be one that only its owner can write to.
     assert (folder / "summary.json").stat().st_mtime_ns == written.st_mtime_ns
     assert watcher.stages == []
-    assert ["--budget" in line for line in watcher.lines] == [True]
+    assert ["complete" in line for line in watcher.lines] == [True]
     # It gets the summary of today's words.
     now = read_run(folder).summary
     write_summary(folder, now | {"words": ["Words of an older version."]})
@@ -100,6 +100,11 @@ def test_a_complete_run_may_have_more_seeds(whole, tmp_path):
     assert (outcome.summary.status, watcher.stages != []) == ("complete", True)
     assert timeless(whole).items() < timeless(folder).items()
     assert {run.seed for run in read_run(folder).results.select(Training)} == {*range(8)}
+    # Fewer than were planned are no limit: they could end a study before its first look.
+    outcome, watcher = go_on(copy(whole, tmp_path / "few"), seeds=3)
+    assert (outcome.summary.status, watcher.stages) == ("complete", [])
+    begin(tmp_path / "new", at=1)
+    assert go_on(tmp_path / "new", seeds=3)[0].summary.checked
 
 
 def test_a_complete_run_is_of_no_other_task(whole, tmp_path):

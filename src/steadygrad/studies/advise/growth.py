@@ -30,7 +30,7 @@ RESIDUAL = 0.13
 
 
 class Slope(NamedTuple):
-    """What is known of the slope before any training: a normal distribution."""
+    """The normal distribution of the slope, as known before any training."""
 
     mean: float
     deviation: float

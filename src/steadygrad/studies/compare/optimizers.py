@@ -153,9 +153,9 @@ def _added(spec: str) -> Maker:
 
 
 def _found(spec: str, other: float) -> Entry:
-    """A class of a library or, in timm, what its factory makes of a name.
+    """The entry of a library's class or, in timm, of what its factory makes of a name.
 
-    Where it has no default learning rate, that is the ``other``.
+    Where the class has no default learning rate, that is the ``other``.
     """
     package, _, name = spec.partition(":")
     try:

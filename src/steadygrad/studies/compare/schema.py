@@ -35,7 +35,7 @@ OPTIMIZERS = (
 ADD = "Optimizers of your own: path/file.py:make_optimizer, of (model, lr); several with commas."
 BATCHES = "Batch sizes as multiples of the task's, such as 1,4,16: all are tuned at each of them."
 SAMPLES = "Length of the trainings; 0: as the budget allows."
-SEEDS = "Most paired seeds of each optimizer, where fewer do not tell. With --resume: a new limit."
+SEEDS = "Most paired seeds of each optimizer, where fewer do not tell. With --resume: a higher one."
 
 
 @dataclass(frozen=True, kw_only=True)
