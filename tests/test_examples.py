@@ -23,6 +23,7 @@ EXPECTED = {
     "my_loader_task.py": "",
     "my_hf_task.py": "",
     "continue_run.py": "status: complete",
+    "long_run.py": "predicted for: 1000000",
     "my_lora_task.py": "290 of 1443 weights are trained",
     "policy_gradient.py": "A mean of means",
     "compute_copy.py": "gradients 2.00, masters 4.00, moments 2.04",

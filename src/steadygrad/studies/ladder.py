@@ -21,13 +21,15 @@ class Ladder:
 
     It has three octaves, and more until the best one has a worse one on either side.
 
+    ``start``: the octave around which it begins.
+
     Attributes:
         losses: By octave, ascending; None: not trained yet.
     """
 
-    def __init__(self, evidence: Evidence, arm: int, samples: int) -> None:
+    def __init__(self, evidence: Evidence, arm: int, samples: int, start: int = 0) -> None:
         self._evidence, self._arm, self._samples = evidence, arm, samples
-        steps = [*NEAR]
+        steps = [start + side for side in NEAR]
         while True:
             self.losses = {step: self._loss(step) for step in steps}
             if None in self.losses.values():

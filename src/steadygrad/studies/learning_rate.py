@@ -26,6 +26,7 @@ class Rate:
         factor: What the scaled rate is multiplied by.
         warmup_samples: Samples over which the rate rises from ``start`` times the task's own.
         total: Samples of the whole run, for a task whose rate decays; 0: it does not.
+        stands_for: Samples of a longer run whose warm-up and decay are shortened to ``total``.
     """
 
     batch_size: int | None = None
@@ -33,6 +34,7 @@ class Rate:
     warmup_samples: int = 0
     total: int = 0
     start: float = 1.0
+    stands_for: int = 0
 
 
 class RateSetter:
@@ -63,7 +65,8 @@ class RateSetter:
         factor = rate.factor * learning_rate(1.0, size, task.batch_size, task.lr_rule)
         if seen < rate.warmup_samples:
             factor = rate.start + (factor - rate.start) * seen / rate.warmup_samples
-        course = task.lr_factor(seen, rate.total or ENDLESS)
+        whole = rate.stands_for or rate.total or ENDLESS
+        course = task.lr_factor(seen * whole / (rate.total or whole), whole)
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             lr = options["lr"] * factor * course
             if isinstance(group["lr"], Tensor):

@@ -144,6 +144,7 @@ def start(
         trainer = work.make_trainer(name, task, settings, context)
         trainer.check_task()
         speed, workers = calibrate(trainer, settings, cluster.count() if cluster else 0)
+        settings = settings.timed(speed * workers) if hasattr(settings, "timed") else settings
         plan_for = module_of(name, "trials").plan_for
         plan = plan_for(settings, trainer, speed=speed, workers=workers)
         trainer.fit_micro_batch(plan.largest_batch)
@@ -154,6 +155,8 @@ def start(
         folder = Path(context.gather(str(folder))[0])
         context.on_main(lambda: create(folder, header))
         context.on_main(lambda: remember(folder))
+        for line in getattr(module_of(name, "words"), "planned", lambda header: ())(header):
+            monitor.say(line)
         return _run(Run(folder, header, Results(), None), files, trainer, cluster, monitor)
 
 

@@ -64,6 +64,7 @@ class Task:
         start: Checkpoint that every run begins from, in place of fresh weights: a file or folder of
             torch, safetensors, Hugging Face's Trainer or Accelerate. With the optimizer's state, if
             it is there; learning rate, betas and weight decay stay the task's.
+        proxy: Makes a smaller model, which ``advise`` trains where the run is too long to be tried.
 
     Raises:
         InputError: If a field has the wrong type or is out of range, or the data are empty.
@@ -89,6 +90,7 @@ class Task:
     lr_decay: str = "none"
     loader_workers: int = 0
     start: str | Path | None = None
+    proxy: Callable[[], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "sample"):

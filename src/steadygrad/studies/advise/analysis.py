@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from steadygrad.studies import paired
-from steadygrad.studies.advise.plan import LEAST, LENGTHS, lengths_of
-from steadygrad.studies.advise.schema import OtherRate, Plan, Settings
+from steadygrad.studies.advise.plan import FEWEST_STEPS, LEAST, LENGTHS, lengths_of
+from steadygrad.studies.advise.schema import Critical, OtherRate, Plan, Settings
+from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
 from steadygrad.studies.paired import FIRST, Evidence, Floats, Prior, interval, looked
 from steadygrad.studies.schema import Training
@@ -150,14 +152,84 @@ def other_rate(
 
 
 class BatchSizes(Evidence):
-    """Batch sizes beside the smallest one; a size is an arm."""
+    """Batch sizes beside the smallest one over trainings of one length; a size is an arm.
+
+    Attributes:
+        samples: The length at most. Default: the plan's longest.
+        near: The size near which a search begins; 0: not known.
+        below: Those over the next shorter length.
+        skipped: Arms before these: a stand-in's, where the real model is trained.
+        weight: Of a sample's cost, beside one of the model that trains the rungs.
+    """
 
     plan: Plan
     settings: Settings
 
+    def __init__(
+        self,
+        header: Any,
+        results: Results,
+        samples: int = 0,
+        *,
+        near: float = 0.0,
+        below: "BatchSizes | None" = None,
+        skipped: int = 0,
+    ) -> None:
+        super().__init__(header, results)
+        self.samples, self.near = samples or self.plan.samples, near
+        self.below, self.skipped = below, skipped
+        # Over a shorter length a large batch would take too few steps.
+        most = self.samples // FEWEST_STEPS if self.samples < self.plan.samples else math.inf
+        self.sizes = tuple(size for size in self.plan.sizes if size <= most)
+        self.tunes = self.settings.tune or self.plan.target > 0
+        self._ladders = dict[int, Ladder]()
+        self.weight = max(1, round(self.task.parameters / self.plan.stand_in)) if skipped else 1
+
+    def trainings(self, arm: int, samples: int, step: float = 0.0) -> Mapping[int, Training]:
+        """Trainings as :class:`Evidence` has them, of the model that is looked at."""
+        return super().trainings(self.skipped + arm, samples, step)
+
+    @property
+    def spent(self) -> int:
+        """Samples of work in whole looks and searches: no order of the trials changes them."""
+        pairs = [len(each) for each in self.pairs.values()]
+        ladders = [self.ladder(self.searched(arm)) for arm in range(min(2, len(self.sizes)))]
+        searched = len(SEEDS) * sum(len(one.losses) for one in ladders if one.tuned is not None)
+        reference = max(pairs, default=0) * sum(self.lengths(self.samples))
+        return self.weight * (reference + (sum(pairs) + searched) * self.samples)
+
+    def ladder(self, arm: int) -> Ladder:
+        """The search for an arm's rate; it begins at that of the shorter rung."""
+        if arm not in self._ladders:
+            known = self.below and self.below.tuned(min(arm, len(self.below.sizes) - 1))
+            self._ladders[arm] = Ladder(self, arm, self.length, round(known or 0.0))
+        return self._ladders[arm]
+
+    def searched(self, arm: int) -> int:
+        """The arm whose search an arm's rate waits for.
+
+        On rungs those are the smallest and one near the critical size: a search for each size took
+        more samples than all pairs, and its errors hid their differences.
+        """
+        if not arm or not self.plan.target:
+            return arm
+        near = math.log(self.near or math.sqrt(self.sizes[0] * self.sizes[-1]))
+        arms = range(1, len(self.sizes))
+        return min(arms, key=lambda one: abs(math.log(self.sizes[one]) - near))
+
     def tuned(self, arm: int) -> float | None:
-        """Octaves of an arm's best rate above the rule's: 0 without a search, None so far."""
-        return Ladder(self, arm, self.length).tuned if self.settings.tune else 0.0
+        """Octaves of an arm's best rate above the rule's: 0 without a search, None so far.
+
+        Where two arms were searched it is linear in the logarithm of the size between them.
+        """
+        if not self.tunes:
+            return 0.0
+        other = self.searched(arm)
+        ends = self.ladder(0).tuned, self.ladder(other).tuned
+        if arm == other or None in ends:
+            return ends[1]
+        sizes = np.log([self.sizes[one] for one in (0, other)])
+        return float(np.interp(math.log(self.sizes[arm]), sizes, np.array(ends, float)).round(2))
 
     @cached_property
     def length(self) -> int:
@@ -166,17 +238,15 @@ class BatchSizes(Evidence):
         A length that the user gave, or at which rates are tuned, stays unless the loss does not
         move at all. 0: there is none.
         """
-        samples, batch, tunes = self.plan.samples, self.plan.arms[0], self.settings.tune
+        samples, batch, tunes = self.samples, self.plan.arms[0], self.tunes
         stays = tunes or bool(self.settings.samples)
         while samples:
             curves = [*self._curves(samples, 0.0).values()]
             ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FIRST]]
-            if len(ends) < (len(SEEDS) if tunes else FIRST):
+            if len(ends) < (len(SEEDS) if tunes else FIRST) or not np.isfinite(ends).all():
                 break
             falls = [first - last for first, last in ends]
             fall = math.fsum(map(abs, falls) if stays else falls)
-            if not np.isfinite(ends).all():
-                break
             if fall > ROUNDING * math.fsum(abs(first) for first, _ in ends):
                 break
             steps = samples // 2 // batch
@@ -205,8 +275,8 @@ class BatchSizes(Evidence):
     def pairs(self) -> dict[int, Pairs]:
         """Pairs with the smallest batch, by arm, ascending."""
         known = dict[int, Pairs]()
-        for arm in range(1, len(self.plan.arms)):
-            step = self.tuned(arm) if self.trainings(arm, self.length, 0.0) else None
+        for arm in range(1, len(self.sizes)):
+            step = self.tuned(arm)
             runs = {} if step is None else self.trainings(arm, self.length, step)
             if pairs := Pairs.of(runs, self.own, self.settings.tolerance):
                 known[arm] = pairs
@@ -214,6 +284,37 @@ class BatchSizes(Evidence):
             arm: replace(pairs, prior=shared_variance(known[x] for x in known if x != arm))
             for arm, pairs in known.items()
         }
+
+    @cached_property
+    def overheads(self) -> Floats:
+        """Rows: logarithms of sizes, the overheads, and both ends of their intervals."""
+        rows = [(0.0, 0.0, 0.0), *(pairs.overheads for pairs in self.pairs.values())]
+        sizes = np.log([self.sizes[arm] for arm in (0, *self.pairs)])
+        return np.asarray(np.column_stack([sizes, rows]).T)
+
+    @cached_property
+    def critical(self) -> Critical | None:
+        """The size at which the overhead crosses the tolerance, between two that were compared.
+
+        Its interval is from there to there where the ends of the overhead's cross it. None where no
+        size is surely beyond the tolerance.
+        """
+        _, mean, low, high = self.overheads
+        if low[-1] <= self.settings.tolerance:
+            return None
+        # The part of the way between two sizes, where the larger one's overhead is infinite.
+        rows = (mean, 0.5), (high, 0.0), (low, 1.0)
+        size, least, most = (self._crossing(row, part) for row, part in rows)
+        ends = {"low": min(least, size), "high": max(most, size)}
+        return Critical(samples=self.length, batch_size=size, **ends)
+
+    def _crossing(self, overheads: Floats, part: float) -> float:
+        """The size from which on the overhead is beyond the tolerance."""
+        sizes, tolerance = self.overheads[0], self.settings.tolerance
+        last = int(np.flatnonzero(overheads <= tolerance)[-1])
+        rise = overheads[last + 1] - overheads[last]
+        step = (tolerance - overheads[last]) / rise if rise < math.inf else part
+        return math.exp(sizes[last] + step * (sizes[last + 1] - sizes[last]))
 
     @cached_property
     def failed(self) -> int | None:
@@ -241,7 +342,7 @@ class BatchSizes(Evidence):
         found = {}
         for arm in (0, self.advised) if self.advised else (0,):
             own = self.trainings(arm, self.length)
-            tried = {step: self.trainings(arm, self.length, step) for step in RATES}
-            rates = {step: other_rate(runs, own, self.own) for step, runs in tried.items()}
-            found[arm] = {step: one for step, one in rates.items() if one is not None}
+            tried = ((step, self.trainings(arm, self.length, step)) for step in RATES)
+            rates = ((step, other_rate(runs, own, self.own)) for step, runs in tried)
+            found[arm] = {step: one for step, one in rates if one is not None}
         return found

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 
+from msgspec.structs import replace
+
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes, Pairs
-from steadygrad.studies.advise.plan import rate_of, warmup_samples
+from steadygrad.studies.advise.growth import growth_of, rungs_of
+from steadygrad.studies.advise.plan import named_sizes, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
 
@@ -16,9 +19,14 @@ COUPLED = {"SGD", "ASGD", "Adam", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
     rise = header.rise(results)
-    found = BatchSizes(header, Results() if rise else results)
+    rungs, real = rungs_of(header, Results() if rise else results)
+    found, grown = rungs[-1], growth_of(rungs, real)
     measured = results.get(Noise, found.length)
-    recommendation = Recommendation(why="flat") if rise else _recommendation(found)
+    recommendation = Recommendation(why="flat") if rise else _recommendation(found, real)
+    if grown and (then := grown.predicted):
+        # To two digits: more would be claimed than is known.
+        size = round(float(f"{then.batch_size:.2g}"))
+        grown = replace(grown, likely=_advice(found, real, size, grown.samples))
     rates = tuple(_rates(found))
     said = Summary(
         study="advise",
@@ -29,8 +37,10 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         lr=rate_of(header.task, header.plan.arms[0], found.tuned(0) or 0.0),
         tolerance=header.settings.tolerance,
         rise=rise,
-        findings=(recommendation, *rates),
+        findings=(recommendation, *([grown] if grown else []), *rates),
         recommendation=recommendation,
+        growth=grown,
+        named=max(named_sizes(header.settings), default=0),
         rates=rates,
         checked=tuple(_checked(found, arm, pairs) for arm, pairs in found.pairs.items()),
         noise=measured.points if measured else (),
@@ -38,29 +48,34 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     return said.worded(words)
 
 
-def _recommendation(found: BatchSizes) -> Recommendation:
-    arm, task = found.advised, found.task
+def _recommendation(found: BatchSizes, real: BatchSizes | None) -> Recommendation:
+    arm = found.advised
     if not found.length:
         return Recommendation(why="flat")
     if not found.pairs:
         return Recommendation(why="unmeasured")
     if arm is None:
         return Recommendation(why="undecided", samples=found.length)
+    overhead, low, high = found.pairs[arm].overheads if arm else (None,) * 3
+    known = _advice(found, real, found.plan.arms[arm], found.length)
+    return replace(known, overhead=overhead, low=low, high=high)
+
+
+def _advice(found: BatchSizes, real: BatchSizes | None, size: int, samples: int) -> Recommendation:
+    """Settings for a batch size, with the rate of the nearest one whose rate is known."""
+    task, known = found.task, real or found
+    near = sorted(range(len(known.sizes)), key=lambda arm: abs(math.log(known.sizes[arm] / size)))
+    steps = (known.tuned(arm) for arm in near)
+    lr = rate_of(task, size, next((step for step in steps if step is not None), 0.0))
     # Half-lives in samples, of Adam's second moment and of weights that only decay.
-    size = found.plan.arms[arm]
-    lr = rate_of(task, size, found.tuned(arm) or 0.0)
     at, rate = (task.batch_size, task.lr) if found.settings.keep_half_life else (size, lr)
     decay = 0.0 if task.optimizer in COUPLED else rate * (task.weight_decay or 0.0)
     beta2 = task.beta2 if task.beta2 and task.beta2 < 1 else None
-    overhead, low, high = found.pairs[arm].overheads if arm else (None,) * 3
     return Recommendation(
         batch_size=size,
         lr=lr,
-        warmup_samples=warmup_samples(found.task, found.length, size, tunes=found.settings.tune),
-        samples=found.length,
-        overhead=overhead,
-        low=low,
-        high=high,
+        warmup_samples=warmup_samples(task, samples, size, tunes=found.tunes),
+        samples=samples,
         half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
         decay_half_life=at * math.log(2) / decay if decay else None,
     )
@@ -71,7 +86,7 @@ def _checked(found: BatchSizes, arm: int, pairs: Pairs) -> Checked:
     return Checked(
         batch_size=size,
         lr=pairs.runs[0].lr,
-        warmup_samples=warmup_samples(found.task, found.length, size, tunes=found.settings.tune),
+        warmup_samples=warmup_samples(found.task, found.length, size, tunes=found.tunes),
         steps=found.length // size,
         seeds=len(pairs),
         loss=float(pairs.finals.mean()),

@@ -17,50 +17,50 @@ References:
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
-from steadygrad.studies.advise.schema import WIDTH, Critical, Growth
+from steadygrad.studies.advise.analysis import BatchSizes
+from steadygrad.studies.advise.plan import LENGTHS, named_sizes
+from steadygrad.studies.advise.schema import WIDTH, Cost, Critical, Growth, Header
+from steadygrad.studies.folder import Results
 
-# Deviation of the logarithm of a critical size from a power of the length. Over all 17 lengths and
-# models of Li et al.'s dense table a power of length and model size leaves so much.
-RESIDUAL = 0.13
-
-
-class Slope(NamedTuple):
-    """The normal distribution of the slope, as known before any training."""
-
-    mean: float
-    deviation: float
-
-
-# Slopes of Li et al.'s dense models are 0.23 to 0.47, those of their mixtures of experts 0.25 to
-# 0.30, and those of noisy quadratics 0.09 to 0.32.
-TUNED = Slope(0.35, 0.15)
+# Deviation of the logarithm of a critical size from a power of length and model size, over all 17
+# lengths and models of Li et al.'s dense table; and of that from a smaller model's over one length.
+RESIDUAL = STAND_IN = 0.13
+# Deviation of the slope beyond the longest length from that up to there: it rises in noisy
+# quadratics, where without this 20 of 29 intervals over 16 times the longest length held.
+BEND = 0.15
+# Mean and deviation of the slope, as known before any training: slopes of Li et al.'s dense models
+# are 0.23 to 0.47, those of their mixtures of experts 0.25 to 0.30, and those of noisy quadratics
+# 0.09 to 0.32.
+TUNED = (0.35, 0.15)
 
 
-def predict(
-    lengths: Sequence[Critical], samples: int, prior: Slope = TUNED, stand_in: float = 0.0
-) -> Growth:
+def predict(lengths: Sequence[Critical], samples: int, stand_in: float = 0.0) -> Growth:
     """The critical batch size over ``samples``, by that of shorter trainings.
 
     ``stand_in``: deviation of the logarithm of the real model's critical size from that of a model
     that was trained in its place; 0: the real one was trained.
     """
+    if not lengths:
+        return Growth(samples=samples, why="none")
     at = np.array([math.log(one.samples / samples) for one in lengths])
-    sizes = np.log([one.batch_size for one in lengths])
+    # The middles of the intervals: by few pairs the sizes themselves lie near one of the ends.
+    sizes = np.log([one.low * one.high for one in lengths]) / 2
     errors = np.hypot([one.error for one in lengths], RESIDUAL)
     # The prior is one more observation, of the slope alone.
-    rows = np.vstack([np.column_stack([np.ones_like(at), at]) / errors[:, None], [0, 1 / prior[1]]])
-    seen = np.append(sizes / errors, prior.mean / prior.deviation)
+    rows = np.vstack([np.column_stack([np.ones_like(at), at]) / errors[:, None], [0, 1 / TUNED[1]]])
+    seen = np.append(sizes / errors, TUNED[0] / TUNED[1])
     covariance = np.linalg.inv(rows.T @ rows)
     level, slope = covariance @ (rows.T @ seen)
     # By one length it is exact.
     misfit = float(((seen - rows @ (level, slope)) ** 2).sum())
     excess = max(1.0, misfit / max(1, len(lengths) - 1))
-    deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + stand_in**2)
+    bend = BEND * at.max() if len(lengths) > 1 else 0.0
+    deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + stand_in**2 + bend**2)
     size, low, high = (math.exp(level + side * WIDTH * deviation) for side in (0, -1, 1))
     return Growth(
         samples=samples,
@@ -69,3 +69,58 @@ def predict(
         slope=float(slope),
         agree=excess <= WIDTH**2,
     )
+
+
+def rungs_of(header: Header, results: Results) -> tuple[list[BatchSizes], BatchSizes | None]:
+    """The batch sizes over each length, ascending; and the real model's, if a stand-in has these.
+
+    The real model's are over the shortest length. A search begins near the size that the shorter
+    lengths, or the stand-in, predict for it.
+    """
+    rungs = list[BatchSizes]()
+    for samples in header.plan.rungs:
+        then = predict([one.critical for one in rungs if one.critical], samples).predicted
+        near, below = then.batch_size if then else 0.0, rungs[-1] if rungs else None
+        rungs.append(BatchSizes(header, results, samples, near=near, below=below))
+    if not header.plan.stand_in:
+        return rungs, None
+    (first, *_), arms = rungs, len(header.plan.sizes)
+    near = first.critical.batch_size if first.critical else 0.0
+    return rungs, BatchSizes(header, results, first.samples, near=near, skipped=arms)
+
+
+def growth_of(rungs: Sequence[BatchSizes], real: BatchSizes | None) -> Growth | None:
+    """What :func:`rungs_of` says of the plan's target; None where the plan has none."""
+    top = rungs[-1]
+    if not top.plan.target:
+        return None
+    known = [one.critical for one in rungs if one.critical]
+    grown = predict(known, top.plan.target, stand_in=STAND_IN if real else 0.0)
+    if real and known and not _agree(real.critical, rungs[0].critical):
+        return Growth(samples=grown.samples, lengths=grown.lengths, why="stand-in")
+    return replace(grown, costs=tuple(_costs(top, grown.predicted)))
+
+
+def _agree(real: Critical | None, stand_in: Critical | None) -> bool:
+    if real is None or stand_in is None:
+        return False
+    apart = abs(math.log(real.batch_size / stand_in.batch_size))
+    return apart <= WIDTH * math.hypot(real.error, stand_in.error, STAND_IN)
+
+
+def _costs(top: BatchSizes, then: Critical | None) -> Iterator[Cost]:
+    """The predicted overheads of the sizes that were named, or that were compared.
+
+    They are those of sizes over the longest rung that are as many times smaller as the critical
+    size has grown.
+    """
+    now, most = top.critical, LENGTHS[0] * top.settings.tolerance
+    if now is None or then is None:
+        return
+    sizes, _, *ends = top.overheads
+    least, dearest = np.minimum(ends, most)
+    for size in named_sizes(top.settings) or [top.sizes[arm] for arm in top.pairs]:
+        best, worst = (math.log(size * now.batch_size / end) for end in (then.high, then.low))
+        found = np.interp(best, sizes, least), np.interp(worst, sizes, dearest, right=most)
+        low, high = (float(end) if end < most else math.inf for end in found)
+        yield Cost(batch_size=size, low=low, high=high)

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from steadygrad.studies.advise.analysis import BatchSizes
-from steadygrad.studies.advise.schema import Summary
-from steadygrad.studies.charts import Row, differences
+from steadygrad.studies.advise.growth import rungs_of
+from steadygrad.studies.advise.schema import Growth, Summary
+from steadygrad.studies.charts import CRITICAL, INK, NOISE, Row, chart, differences
 from steadygrad.studies.folder import Run
 from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.paired import interval
@@ -18,18 +19,23 @@ from steadygrad.studies.text import plural, show
 def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     """The values of the template's own sections."""
     runs = sorted(run.results.select(Training), key=lambda one: one.key)
+    grown = found.growth if found else None
     return {
         "found": found,
         "samples": plural(run.header.task.sample),
         "runs": runs,
+        "sizes": len(run.header.plan.sizes),
         "seeds": len({one.seed for one in runs if one.seed not in SEEDS}),
         "differences": _differences(run, found) if found else None,
+        "growth": _growth(grown, plural(run.header.task.sample))
+        if grown and grown.lengths
+        else None,
     }
 
 
 def _differences(run: Run, summary: Summary) -> Markup | None:
     """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
-    found = BatchSizes(run.header, run.results)
+    found = rungs_of(run.header, run.results)[0][-1]
     if not found.pairs or summary.rise:
         return None
     rows = []
@@ -39,3 +45,27 @@ def _differences(run: Run, summary: Summary) -> Markup | None:
         rows.append(Row(show(found.plan.arms[arm]), [*apart], mean, low, high))
     spoken = "Final losses of each batch size less the tolerated loss, seed by seed."
     return differences("sizes", spoken, rows, "validation loss, difference")
+
+
+def _growth(grown: Growth, samples: str) -> Markup:
+    """Critical sizes against the length: of the rungs, and the line to the predicted one."""
+    points = [(one, CRITICAL) for one in grown.lengths]
+    points += [(grown.predicted, NOISE)] if grown.predicted else []
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        for one, colour in points:
+            axes.plot([one.samples] * 2, [one.low, one.high], color=colour, linewidth=2)
+            axes.plot([one.samples], [one.batch_size], "D", color=colour, ms=7)
+        if end := grown.predicted:
+            ends = np.array([grown.lengths[0].samples, end.samples])
+            line = end.batch_size * (ends / end.samples) ** grown.slope
+            axes.plot(ends, line, color=INK, linewidth=1, linestyle="--", zorder=1)
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda number, _: show(round(number)))
+        axes.set_xlabel(samples)
+        axes.set_ylabel("batch size")
+
+    return chart("growth", "The largest batch size within the tolerance by length.", paint)

@@ -11,8 +11,7 @@ from typing import Any
 from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
-from steadygrad.studies.ladder import USUAL
-from steadygrad.studies.paired import FIRST, MOST
+from steadygrad.studies.paired import MOST
 from steadygrad.studies.text import show
 from steadygrad.studies.trials import start_up
 
@@ -30,6 +29,11 @@ FEW, FEWER = 256, 0.4
 # Evaluations at the end of a training, and the parts of it between them: the loss after a single
 # optimizer step depends too much on that step's samples.
 END_MARKS, END_STEP = 4, 0.02
+# Lengths at which sizes are compared on the way to a longer training, as parts of the longest: the
+# farther they are apart, the better is the growth known.
+SHORTER = (16, 4)
+# What searches for rates cost, beside the trainings over the longest.
+SEARCHES = 0.8
 # The smallest batch's losses are known for the length over one plus these, in tolerances.
 LENGTHS = (3, 1, 0)
 
@@ -42,6 +46,7 @@ def make_plan(
     *,
     workers: int,
     world: int = 1,
+    stand_in: int = 0,
 ) -> Plan:
     """Chooses the length of training so that its batch sizes can be told apart in the budget.
 
@@ -52,22 +57,24 @@ def make_plan(
         evaluation: Seconds of one evaluation.
         workers: Trials at a time.
         world: Processes that share a batch.
+        stand_in: Parameters of a smaller model that trains the rungs; the times are its own.
 
     Raises:
         InputError: If the budget gives no answer, or there are too few samples.
     """
     batch_size, train_size, samples = task.batch_size, len(task.train), settings.samples
-    least, decays = LEAST * batch_size, task.lr_decay != "none"
+    # A stand-in is checked over the shortest length, as the real model costs more.
+    least = batch_size * (FEW * max(SHORTER) if stand_in else LEAST)
+    decays = task.lr_decay != "none"
     if train_size < 4 * batch_size:
         raise InputError(
-            f"Expected at least {4 * batch_size} training samples, for 4 times the "
-            f"batch size {batch_size}. Found {train_size}. Remedy: a smaller Task.batch_size or "
-            "more data."
+            f"Expected at least {4 * batch_size} training samples, 4 batches of {batch_size}. "
+            f"Found {train_size}. Remedy: a smaller Task.batch_size or more data."
         )
     if samples and samples < least:
         raise InputError(
-            f"--samples should be at least {least}, {LEAST} steps of batch {batch_size}. Found "
-            f"{samples}. Remedy: --samples {least}, or a smaller Task.batch_size."
+            f"--samples should be at least {least}, {least // batch_size} steps of {batch_size}. "
+            f"Found {samples}. Remedy: --samples {least}, or a smaller Task.batch_size."
         )
     # Each length of the smallest batch is a training if the rate decays, and else a mark.
     lengths = sum(1 / (1 + times * settings.tolerance) for times in LENGTHS) if decays else 1.0
@@ -78,24 +85,29 @@ def make_plan(
     marks = (1 + tunes) * (1 if decays else END_MARKS)
     rest = evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
     time = workers * max(0.0, settings.budget - start_up(workers))
-    # At two sizes.
-    first = (FIRST * (lengths + 1) + tunes * 2 * USUAL) * own
-    if samples and samples * first > time:
-        raise _too_small(settings, samples * first / workers + start_up(workers), own)
     # In too little time for all trainings rather fewer of them than shorter ones.
     fitting = [(time - part * rest) / (part * one) for part in (1.0, FEWER)]
     fewest = FEW * batch_size
-    length = samples or int(max(fitting[0], min(fewest, fitting[1]))) // batch_size * batch_size
+    # What does not fit is predicted from shorter trainings, whose rates are tuned.
+    target = samples if samples > max(fitting) or stand_in else 0
+    dearer = (1 + SEARCHES + sum(1 / times for times in SHORTER)) / (1 + tunes)
+    longest = int(max(fitting[0], min(fewest, fitting[1])))
+    top = min(samples, int(fitting[1] / dearer)) if target else samples or longest
+    length = top // batch_size * batch_size
     if length < least:
-        need = FEWER * (least * one + rest) / workers + start_up(workers)
-        raise _too_small(settings, need, own)
+        need = FEWER * (dearer if target else 1.0) * (least * one + rest) / workers
+        raise _too_small(settings, need + start_up(workers), own)
+    shorter = [length // times // batch_size * batch_size for times in SHORTER]
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
-    arms, seeds = sizes_of(batch_size, most, world), settings.seeds or MOST
+    arms, seeds = _arms(settings, batch_size, most, world), settings.seeds or MOST
     return Plan(
-        arms=arms,
+        arms=arms * (2 if stand_in else 1),
         samples=length,
         seeds=seeds,
         work=max(1, min(int(workers * settings.budget / own), len(arms) * seeds * length)),
+        shorter=tuple(n for n in shorter if target and n >= fewest),
+        target=target,
+        stand_in=stand_in,
     )
 
 
@@ -110,6 +122,29 @@ def _too_small(settings: Settings, need: float, own: float) -> InputError:
         f"least {rounded}s for this task at {show(1 / own)} samples a second. Remedy: --budget "
         f"{rounded}s or more{fewer}."
     )
+
+
+def named_sizes(settings: Settings) -> list[int]:
+    """The batch sizes that the settings name, ascending; of a largest one, that one."""
+    texts = settings.batch_sizes.split(",") if settings.batch_sizes else []
+    # What is no number is smaller than every size.
+    named = {int(text) if text.strip().isdecimal() else 0 for text in texts}
+    return sorted(named or {settings.max_batch} - {0})
+
+
+def _arms(settings: Settings, base: int, most: int, world: int) -> tuple[int, ...]:
+    """The task's own batch size, and larger ones that can be used and tried."""
+    named = named_sizes(settings)
+    if named and (named[0] < base or any(size % world for size in named)):
+        shares = f", as a multiple of {world} processes" * (world > 1)
+        raise InputError(
+            "--batch-sizes (with commas between them) and --max-batch should be whole numbers, at "
+            f"least Task.batch_size = {base}{shares}. Found {settings.batch_sizes or named[0]!r}. "
+            f"Remedy: --batch-sizes {2 * base},{4 * base}, or a smaller Task.batch_size."
+        )
+    if settings.batch_sizes:
+        return base, *(size for size in named if base < size <= most)
+    return sizes_of(base, min(most, settings.max_batch or most), world)
 
 
 def sizes_of(base: int, most: int, world: int) -> tuple[int, ...]:

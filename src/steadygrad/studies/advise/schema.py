@@ -1,20 +1,17 @@
 """Types of ``advise``: what is chosen and planned, what trials give, and what is concluded."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from steadygrad.studies import schema
-from steadygrad.studies.schema import Count, Finding, Positive, Result, Training
+from steadygrad.studies.schema import Count, Finding, NonNegative, Positive, Result, Training
 
 TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
-KEEP = (
-    "Keep the half-life of Adam's second moment and of the weight decay in samples, whatever the "
-    "batch size."
-)
+KEEP = "At each batch size keep the half-lives of Adam's second moment and of the weight decay."
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
 TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = (
@@ -22,6 +19,9 @@ SEEDS = (
     "auto: as many as the budget allows. With --resume: a higher limit."
 )
 
+BATCH_SIZES = "Batch sizes that can be used, such as 64,128,256; beside Task.batch_size."
+MAX_BATCH = "Largest batch size that can be used. 0 or auto: any."
+SHARE = "In place of --budget: a part of a run of --samples on this machine, such as 0.1."
 # Half the width of a 95 % interval, in deviations.
 WIDTH = 1.96
 # For `--help`.
@@ -38,6 +38,13 @@ class Settings(schema.CommonSettings):
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
     tune: Annotated[bool, Meta(description=TUNE)] = False
+    batch_sizes: Annotated[str, Meta(description=BATCH_SIZES)] = ""
+    max_batch: Annotated[int, Meta(ge=0, lt=1 << 62, description=MAX_BATCH)] = 0
+    share: Annotated[float, Meta(ge=0, le=100, description=SHARE)] = 0.0
+
+    def timed(self, speed: float) -> "Settings":
+        """With the budget that the share stands for, at so many samples a second of all trials."""
+        return replace(self, budget=self.share * self.samples / speed) if self.share else self
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +52,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         arms: Batch sizes that can be tried, ascending; the first is the task's own, the reference.
-        samples: Length of the training that the advice is for, at most.
+            Where a stand-in trains the rungs, the same again for the real model.
+        samples: Length of the longest training: the one that the advice is for, or a rung.
         seeds: Most trainings of an arm.
         work: Samples of the smallest batch that the budget has time for.
+        shorter: Rungs before that, ascending: lengths at which the sizes are compared.
+        target: Samples of a longer training, for which the advice is predicted; 0: there is none.
+        stand_in: Parameters of ``Task.proxy``'s model, which trains the rungs; 0: none does.
+        cost: The budget as a part of what the longer training takes on the same devices.
     """
 
-    arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=64)]
+    arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=128)]
     samples: Positive
     seeds: Annotated[int, Meta(ge=0, le=64)]
     work: Positive
+    shorter: tuple[Positive, ...] = ()
+    target: Count = 0
+    stand_in: Count = 0
+    cost: NonNegative = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes, ascending."""
+        return self.arms[: len(self.arms) // (2 if self.stand_in else 1)]
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """All lengths, ascending."""
+        return (*self.shorter, self.samples)
 
     @property
     def largest_batch(self) -> int:
@@ -88,27 +114,31 @@ class Noise(Result, frozen=True, tag="noise"):
 RESULTS = Training | Noise
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Extra samples of a batch size as a fraction: their interval, infinite beyond 3 tolerances."""
+
+    batch_size: int
+    low: float
+    high: float
+
+
+class Checked(Cost, frozen=True, kw_only=True):
     """A batch size that was trained from the initial weights beside the smallest.
 
     Attributes:
         seeds: Pairs with the smallest batch.
         loss: Mean final validation loss; infinite where a training diverged.
-        overhead: Extra samples, as a fraction of what the smallest batch needs, with its interval;
-            0 where it needs none, and infinite beyond the largest known one, three tolerances.
+        overhead: Extra samples as a fraction of what the smallest batch needs; 0: it needs none.
         within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
         beyond: Whether the whole interval is beyond the tolerance.
     """
 
-    batch_size: int
     lr: float
     warmup_samples: int
     steps: int
     seeds: int
     loss: float
     overhead: float
-    low: float
-    high: float
     within: bool
     beyond: bool
 
@@ -154,10 +184,14 @@ class Growth(Finding, frozen=True, tag="growth"):
     """The critical batch size over a training that was too long to be tried.
 
     Attributes:
-        predicted: With its 95% confidence interval; None where no shorter length had one.
+        predicted: With its 95% confidence interval; None where it is not known.
         lengths: Those that it is predicted from, ascending.
         slope: Its logarithm grows by this with the logarithm of the length.
         agree: Whether the lengths agree with one slope.
+        why: Why nothing is predicted: ``"none"`` (no batch size was beyond the tolerance), or
+            ``"stand-in"`` (the real model was not seen to agree with the stand-in).
+        likely: Settings for the predicted size.
+        costs: Predicted ones of batch sizes over ``samples``, ascending.
     """
 
     samples: Positive
@@ -165,6 +199,9 @@ class Growth(Finding, frozen=True, tag="growth"):
     lengths: tuple[Critical, ...] = ()
     slope: float = 0.0
     agree: bool = True
+    why: str = ""
+    likely: Recommendation | None = None
+    costs: tuple[Cost, ...] = ()
 
 
 class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +250,8 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
         batch_size: The task's own, with which the others are compared.
         tolerance: Extra samples that are acceptable, as a fraction.
         findings: The most important first; the recommendation and the rates are among them.
+        growth: Where the advice is for a longer training than was tried.
+        named: Largest batch size that the settings name; 0: they name none.
         rates: Of the smallest batch, and of the recommended one, as far as they are known.
         checked: The other batch sizes that were compared with the smallest, ascending.
         noise: Gradient noise scales along the reference training; no advice rests on them.
@@ -221,8 +260,10 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     batch_size: int
     lr: float
     tolerance: float
-    findings: tuple[Recommendation | RateVerdict, ...]
+    findings: tuple[Recommendation | Growth | RateVerdict, ...]
     recommendation: Recommendation
+    growth: Growth | None = None
+    named: int = 0
     rates: tuple[RateVerdict, ...]
     checked: tuple[Checked, ...]
     noise: tuple[NoiseAt, ...]

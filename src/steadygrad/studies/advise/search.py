@@ -9,18 +9,23 @@ batch sizes are tried, and with which seeds.
 from collections.abc import Iterator
 
 from steadygrad.studies.advise.analysis import RATES, BatchSizes
+from steadygrad.studies.advise.growth import RESIDUAL, rungs_of
 from steadygrad.studies.advise.plan import END_MARKS, LENGTHS, OTHER_RATES, PAIRS
 from steadygrad.studies.advise.schema import Header
 from steadygrad.studies.folder import Results
-from steadygrad.studies.ladder import Ladder
 from steadygrad.studies.paired import FIRST, looked, next_look
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trials import Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
+# Largest ratio of two sizes between which the one that is sought may be interpolated.
+CLOSE = 2
 # Trainings of the search for the batch size before the others begin.
 EARLY = 9
+
+# Of the work, at most: for a shorter length this times its part, and for the check of a stand-in.
+MORE, CHECK = 1.5, 0.3
 
 Wanted = Iterator[tuple[int, int, float, int]]
 """Arm, samples, octaves and seed of trainings."""
@@ -28,17 +33,32 @@ Wanted = Iterator[tuple[int, int, float, int]]
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
     """The trials that can run now, the most useful first."""
-    found = BatchSizes(header, results)
+    rungs, real = rungs_of(header, results)
+    found, trials = rungs[-1], list[Trial]()
+    if found.pairs and not header.task.dependent and not real:
+        cost, what = found.length, f"noise scale over {found.length:,}"
+        trials.append(Trial(("noise", found.length), cost, what, {"step": found.tuned(0)}))
+    if header.plan.target:
+        # A stand-in is checked as soon as it is known at which sizes.
+        for rung in filter(None, (rungs[0], real, *rungs[1:])):
+            if not _is_done(rung) and (wanted := [_trial(rung, *one) for one in _sizes(rung)]):
+                return trials + wanted
+        return trials
     runs = results.select(Training)
     done, other = sum(run.samples for run in runs), sum(run.samples for run in runs if run.step)
     behind = other < OTHER_RATES * (done - EARLY * found.length)
     searches = [_rates(found), _sizes(found)] if behind else [_sizes(found), _rates(found)]
-    trials = [_trial(found, *one) for search in searches for one in search]
-    if found.pairs and not header.task.dependent:
-        cost, what = found.length, f"noise scale over {found.length:,}"
-        given = {"step": found.tuned(0)}
-        trials.insert(0, Trial(("noise", found.length), cost, what, given))
-    return trials
+    return trials + [_trial(found, *one) for search in searches for one in search]
+
+
+def _is_done(rung: BatchSizes) -> bool:
+    """Whether a length has told what it can or needs to, or has had its part of the work."""
+    plan, own, arm = rung.plan, rung.critical, _next_arm(rung)
+    part = CHECK if rung.skipped else MORE * rung.samples / sum(plan.rungs)
+    decided = arm is None and not rung.failed
+    # Better than a power of the length fits, and no size between two that are far apart is left.
+    known = own is not None and own.error <= RESIDUAL and (arm is None or arm in rung.pairs)
+    return known or decided or rung.spent > part * plan.work
 
 
 def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) -> Trial:
@@ -46,14 +66,15 @@ def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) ->
     cost = samples + evaluations * evaluation_cost(found.task.valid_size)
     what = f"batch {found.plan.arms[arm]} over {samples:,}, seed {seed}"
     what += f", {2.0**step:g} times the rate" if step else ""
-    return Trial(("training", arm, samples, step, seed), cost, what)
+    what += ", the real model" if found.skipped else ""
+    return Trial(("training", found.skipped + arm, samples, step, seed), cost * found.weight, what)
 
 
 def _sizes(found: BatchSizes) -> Wanted:
     """The batch size: visited by strides and by halves, then decided."""
     if not found.length:
         return
-    if not found.settings.tune and len(found.own) < FIRST:
+    if not found.tunes and len(found.own) < FIRST:
         for seed in range(FIRST):
             yield from _reference(found, seed, 0.0)
         return
@@ -72,8 +93,8 @@ def _look(found: BatchSizes, arm: int) -> Wanted:
     """
     own, best = found.tuned(0), found.tuned(arm)
     if own is None or best is None:
-        arm = 0 if own is None else arm
-        for octave, seed in Ladder(found, arm, found.length).missing:
+        arm = found.searched(0 if own is None else arm)
+        for octave, seed in found.ladder(arm).missing:
             yield arm, found.length, float(octave), seed
         return
     for seed in range(_next(found, arm)):
@@ -94,9 +115,28 @@ def _next(found: BatchSizes, arm: int) -> int:
     return next_look(_pairs(found, arm), looked(found.plan.seeds))
 
 
+def _border_arm(found: BatchSizes) -> int | None:
+    """The batch size that needs a look for the critical size: it is bracketed, then narrowed."""
+    sizes, pairs, bad = found.sizes, found.pairs, found.failed
+    fits = [arm for arm, each in pairs.items() if each.overheads[0] <= each.tolerance]
+    low = max((arm for arm in fits if bad is None or arm < bad), default=0)
+    if bad is None and (above := range(max(pairs, default=0) + 1, len(sizes))):
+        # Until one is surely beyond the tolerance: a few pairs tell that of a much larger one.
+        most = max(STRIDE * sizes[above[0] - 1], found.near)
+        return max((arm for arm in above if sizes[arm] <= most), default=above[0])
+    tried = [arm for arm in pairs if arm > low]
+    between = range(low + 1, tried[0] if tried else len(sizes))
+    if between and sizes[between[-1] + 1 if tried else -1] > CLOSE * sizes[low]:
+        return between[len(between) // 2]
+    border = [arm for arm in (low, *tried[:1]) if arm and _next(found, arm)]
+    return min(border, key=lambda arm: _pairs(found, arm), default=None)
+
+
 def _next_arm(found: BatchSizes) -> int | None:
     """The batch size that needs a look: the smallest that would raise the advice."""
-    sizes, pairs = found.plan.arms, found.pairs
+    if found.plan.target:
+        return _border_arm(found)
+    sizes, pairs = found.sizes, found.pairs
     good, bad = found.passed or 0, found.failed or len(sizes)
     # As far as it is known yet.
     fits = [a for a, each in pairs.items() if a < bad and each.overheads[0] <= each.tolerance]
@@ -124,7 +164,7 @@ def _rates(found: BatchSizes) -> Wanted:
     With the seeds that the search for the batch size has used: it must not hang on this one, whose
     trainings run ahead where there are workers for them.
     """
-    if len(found.own) < FIRST or found.settings.tune:
+    if len(found.own) < FIRST or found.tunes:
         return
     for arm, known in found.rates.items():
         if len(known) == len(RATES) and any(one.verdict == "better" for one in known.values()):

@@ -1,10 +1,13 @@
 """The trials of ``advise``: what each kind does with a trainer."""
 
+import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from steadygrad._checks import InputError
 from steadygrad.noise import NoiseScale
@@ -19,7 +22,7 @@ from steadygrad.studies.paired import FIRST
 from steadygrad.studies.schema import Training
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.trials import SHARE
-from steadygrad.studies.work import Workplace
+from steadygrad.studies.work import Workplace, make_trainer
 
 __all__ = ["TRIALS", "plan_for", "trials_of"]
 
@@ -35,20 +38,29 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
             f"--seeds should be at least {FIRST}, or 0. Found {settings.seeds}. "
             f"Remedy: --seeds {FIRST}."
         )
-    own, seconds = measured_speed(trainer, task.batch_size), {1: 1 / speed}
+    other, own = trainer, measured_speed(trainer, task.batch_size)
+    # In seconds of a machine with the speed that is reckoned with.
+    relative = own / speed
+    if task.proxy and settings.samples:
+        other = _stand_in(trainer, settings)
+        other.check_task()
+        own = measured_speed(other, task.batch_size)
+    seconds = {1: relative / own}
     for multiple in planning.RUNS:
         size = multiple * task.batch_size
         # A slow task is not kept waiting for what a few steps would tell.
         if multiple > 1 and 4 * size <= min(len(task.train), SHARE * settings.budget * own):
-            seconds[multiple] = own / speed / measured_speed(trainer, size, few=True)
+            seconds[multiple] = relative / measured_speed(other, size, few=True)
     clock = clock_of(trainer)
     began = clock()
-    trainer.evaluate()
-    # In seconds of a machine with the speed that is reckoned with.
-    evaluation = context.gather((clock() - began) * own / speed)[0]
-    world = context.size
-    plan = planning.make_plan(settings, task, seconds, evaluation, workers=workers, world=world)
-    if task.warmup_samples > plan.samples:
+    other.evaluate()
+    evaluation = context.gather((clock() - began) * relative)[0]
+    stand_in = 0 if other is trainer else sum(p.numel() for p in other.model.parameters())
+    common = {"workers": workers, "world": context.size, "stand_in": stand_in}
+    plan = planning.make_plan(settings, task, seconds, evaluation, **common)
+    if plan.target:
+        plan = replace(plan, cost=workers * settings.budget * speed / plan.target)
+    if task.warmup_samples > (plan.target or plan.samples):
         raise InputError(
             f"The warm-up should end within the run of {plan.samples:,} samples. Found "
             f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: more --samples or a longer "
@@ -57,27 +69,39 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return plan
 
 
+def _stand_in(trainer: Trainer, settings: schema.Settings) -> Trainer:
+    """A trainer of the smaller model that trains the rungs."""
+    if trainer.task.start:
+        raise InputError(
+            "Task.proxy stands in for runs from the initial weights. Found a Task.start as well. "
+            "Remedy: one of them."
+        )
+    make_model = trainer.task.proxy or trainer.task.make_model
+    task = dataclasses.replace(trainer.task, make_model=make_model, proxy=None)
+    found = make_trainer("advise", task, settings, trainer.context)
+    found.dependent = trainer.dependent
+    return found
+
+
 def training(
     plan: Plan, place: Workplace, arm: int, samples: int, step: float, seed: int
 ) -> Training:
     """Trains from the initial weights with one batch size."""
-    task, settings, size = place.trainer.task, place.header.settings, plan.arms[arm]
-    decays = task.lr_decay != "none"
-    warmup = planning.warmup_samples(task, samples, size, tunes=settings.tune)
+    task, settings = place.trainer.task, place.header.settings
+    real, own = divmod(arm, len(plan.sizes))
+    if plan.stand_in and not real:
+        if "stand-in" not in place.tools:
+            place.tools["stand-in"] = _stand_in(place.trainer, settings)
+        place = dataclasses.replace(place, trainer=place.tools["stand-in"])
+    size, decays, tunes = plan.arms[own], task.lr_decay != "none", settings.tune or plan.target > 0
+    warmup = planning.warmup_samples(task, samples, size, tunes=tunes)
+    rate = Rate(size, 2.0**step, warmup, samples, 0.0 if tunes else 1.0, stands_for=plan.target)
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
-    lengths = [samples] if arm or decays else planning.lengths_of(samples, settings.tolerance)
+    lengths = [samples] if own or decays else planning.lengths_of(samples, settings.tolerance)
     windows = [planning.end_marks(length, decays=decays) for length in lengths]
-    found = place.train(
-        size,
-        samples,
-        seed,
-        # Where rates are searched, the task's own is none to begin with.
-        Rate(size, 2.0**step, warmup, samples, start=0.0 if settings.tune else 1.0),
-        marks=[mark for window in windows for mark in window],
-        must_hold=not (arm or step or settings.tune),
-    )
-    lost = math.isinf(found[-1][1])
-    ends = zip(lengths, windows, strict=True)
+    marks, must_hold = [mark for window in windows for mark in window], not (own or step or tunes)
+    found = place.train(size, samples, seed, rate, marks=marks, must_hold=must_hold)
+    ends, lost = zip(lengths, windows, strict=True), math.isinf(found[-1][1])
     curve = tuple((n, math.inf) if lost else _averaged(found, window) for n, window in ends)
     lr = planning.rate_of(task, size, step)
     return Training(

@@ -4,7 +4,7 @@ import math
 
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
-from steadygrad.studies.advise.schema import Checked, Recommendation, Summary
+from steadygrad.studies.advise.schema import Checked, Summary
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import plural, show, unfinished
 
@@ -13,8 +13,9 @@ HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
-    said, then = _advice(s.recommendation, s)
-    if tune := tune_first(s):
+    said, then = _advice(s)
+    smallest = (r for r in s.rates if r.batch_size == s.batch_size and r.better)
+    if tune := next(smallest, None):
         rate = f"The learning rate {tune.lr:.3g} is too {tune.verdict} at batch {tune.batch_size:,}"
         said = f"{rate}, so tune it first; until then {then or 'no batch size can be advised'}."
     if s.status in ("interrupted", "failed") and s.recommendation.batch_size:
@@ -22,14 +23,71 @@ def answer(s: Summary) -> str:
     return said
 
 
-def tune_first(s: Summary) -> schema.RateVerdict | None:
-    """The verdict on the smallest batch's learning rate, where another one is better."""
-    return next((r for r in s.rates if r.batch_size == s.batch_size and r.better), None)
+def planned(header: schema.Header) -> tuple[str, ...]:
+    """What a study of a training that is too long will train, said before it begins."""
+    plan, task = header.plan, header.task
+    if not plan.target:
+        return ()
+    lengths = "one length," if len(plan.rungs) == 1 else f"{len(plan.rungs)} lengths up to"
+    said = f"{plan.target:,} {plural(task.sample)} do not fit into the budget: it trains over "
+    said += f"{lengths} 1/{round(plan.target / plan.samples):,} of them, with many seeds and batch "
+    said += f"sizes, for {_digits(100 * plan.cost)}% of that run's time"
+    if plan.stand_in:
+        said += f", with {_digits(100 * plan.stand_in / task.parameters)}% of the parameters"
+    return (f"{said}.",)
 
 
-def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
+def _digits(number: float, form: str = ",g") -> str:
+    """The number to two significant digits: more would be claimed than is known."""
+    return f"{float(f'{number:.2g}'):{form}}"
+
+
+def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
+    """The advice for a longer training than was tried: what is safe, what is likely, the costs."""
+    parts = [safe]
+    if grown := found.predicted:
+        size, low, high = (_digits(x, ",.0f") for x in (grown.batch_size, grown.low, grown.high))
+        interval = f"95% confidence interval {low} to {high}"
+        parts.append(f"batch {size} is likely (predicted, {interval})")
+    if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
+        extra = f"{_interval(cost, s)} more {plural(s.sample)} than batch {s.batch_size:,}"
+        steps = f"{_saved(cost, s)} optimizer steps"
+        parts.append(f"batch {s.named:,} needs {extra} (predicted) and {steps}")
+    then = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+    return f"For {_count(found.samples, s)}, {then}.", then
+
+
+def _saved(cost: schema.Cost, s: Summary) -> str:
+    """The interval of the steps that a batch size saves."""
+    least, most = (1 - (1 + end) * s.batch_size / cost.batch_size for end in (cost.high, cost.low))
+    if math.isinf(cost.high) or least < 0:
+        return f"at most {max(0.0, most):.0%} fewer"
+    return f"{least:.0%} to {most:.0%} fewer"
+
+
+def _growth(found: schema.Growth | None, s: Summary) -> str:
+    """What would narrow a prediction, or allow one."""
+    if found is None or not s.checked:
+        return ""
+    beyond = f"had a batch size surely beyond {_tolerated(s)}"
+    unknown = f"Which batch size {_count(found.samples, s)} allow is not known:"
+    if found.why == "none":
+        said = f"{unknown} no length that was tried {beyond}; larger sizes or"
+    elif found.why:
+        said = f"{unknown} the stand-in was not seen to agree with the real model;"
+    elif not found.agree:
+        said = "The lengths that were tried disagree on how the batch size grows;"
+    elif len(found.lengths) == 1:
+        power = f"the power {found.slope:.2g} is that of public trainings"
+        said = f"Only one length {beyond}, so growth was not measured: {power};"
+    else:
+        return ""
+    return f"{said} a new run with a longer --budget would tell."
+
+
+def _advice(s: Summary) -> tuple[str, str]:
     """The advice, and how it is said after a condition; empty where there is none."""
-    base = f"batch {s.batch_size:,}"
+    found, base = s.recommendation, f"batch {s.batch_size:,}"
     if found.why == "unmeasured":
         return "Nothing can be said yet: no batch size was compared with another.", ""
     if found.why == "flat":
@@ -38,16 +96,21 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
         return f"No batch size can be advised: {fall}; {remedy}.", ""
     samples = _count(found.samples or 0, s)
     size = found.batch_size or s.batch_size
+    settings = f"batch {size:,} with learning rate {found.lr or s.lr:.3g}"
+    run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
     above = (run for run in s.checked if run.batch_size > size and not run.within)
     larger = next(above, None)
     why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
+    if s.growth and s.checked:
+        because = f"as over {samples} it {_needs(run, s)}" if run else f"and over {samples}, {why}"
+        unsafe = f"no larger batch than {s.batch_size:,} is known to be safe"
+        safe = f"{settings} is safe, {because}" if found.batch_size else unsafe
+        return _longer(safe, s.growth, s)
     if found.batch_size is None:
         more = "--resume with more --seeds" if s.status == "complete" else "--resume"
         unknown = f"For {samples} it is not known whether a larger batch can be used"
         return f"{unknown}: {why}; {more} may tell, till then stay at {base}.", f"stay at {base}"
-    run = next((run for run in s.checked if run.batch_size == found.batch_size), None)
-    settings = f"batch {found.batch_size:,} with learning rate {found.lr:.3g}"
-    if run is not None:
+    if run:
         saved = 1 - run.steps * (1 + run.overhead) / ((found.samples or 0) // s.batch_size)
         steps = f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} optimizer steps"
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
@@ -60,7 +123,7 @@ def _advice(found: Recommendation, s: Summary) -> tuple[str, str]:
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    said = [_rate(found, s) for found in s.rates]
+    said = [_growth(s.growth, s), *(_rate(found, s) for found in s.rates)]
     # A budget is over by design.
     return tuple([*unfinished(s.status.replace("budget", "complete")), *filter(None, said)][:3])
 
@@ -91,7 +154,6 @@ def table(s: Summary) -> Table | None:
     found, samples = s.recommendation, plural(s.sample)
     if not s.checked or found.samples is None:
         return None
-
     own = "reference" + ", advised" * (found.batch_size == s.batch_size)
     seeds = show(max(run.seeds for run in s.checked))
     steps = show(found.samples // s.batch_size)
@@ -107,7 +169,15 @@ def table(s: Summary) -> Table | None:
     warmup = max(run.warmup_samples for run in s.checked)
     title = f"{s.task} over {found.samples:,} {samples}"
     title += f"; larger batches warmed up over {warmup:,} {samples}" * (warmup > 0)
-    return Table(title, HEADS, tuple(rows))
+    heads: tuple[str, ...] = HEADS
+    if s.growth and s.growth.costs:
+        heads += (f"extra over {_count(s.growth.samples, s)} (predicted)",)
+        costs = {show(cost.batch_size): _interval(cost, s) for cost in s.growth.costs}
+        # Named sizes may be too large for the lengths that were tried.
+        untried = [size for size in costs if size not in {row[0] for row in rows}]
+        rows += [(size, "–", "–", "not tried", "–", "–") for size in untried]
+        rows = [(*row, costs.get(row[0], "–")) for row in rows]
+    return Table(title, heads, tuple(rows))
 
 
 def _verdict(run: Checked, s: Summary) -> str:
@@ -135,7 +205,7 @@ def _extra(overhead: float, s: Summary) -> str:
     return f"{100 * overhead:.{next(fits, 3)}f}%"
 
 
-def _interval(run: Checked, s: Summary) -> str:
+def _interval(run: schema.Cost, s: Summary) -> str:
     low = _extra(run.low, s)
     return low if math.isinf(run.low) else f"{low} to {_extra(run.high, s)}"
 

@@ -80,28 +80,38 @@ def studied(
     lengths: float = 100,
     at_once: int = 8,
     rates: Mapping[float, float] = MappingProxyType({-1.0: 1.5, 1.0: 1.5}),
-    best: Mapping[int, float] = MappingProxyType({}),
+    best: Mapping[Any, float] = MappingProxyType({}),
     sigma: float = 0.001,
     diverging: float = math.inf,
     losses: Callable[[float], float] = law,
+    growth: float = 0.0,
+    real: float = 1.0,
+    drift: float = 0.0,
 ) -> list[Result]:
     """Results, in order, of a study that trains on about so many lengths, some trials at once.
 
     Each hangs on nothing but its trial: ``critical`` is the critical batch size. Trainings need
     ``rates`` times the samples at other rates; or ``best`` has the octaves to the best rate, by
-    batch size. Losses deviate by ``sigma``, and all with a seed by another 0.05.
+    batch size. Losses deviate by ``sigma``, and all with a seed by another 0.05. The critical size
+    grows by the power ``growth`` of the length; that of the model for which another one stands in
+    is ``real`` times as large. The best rates fall by ``drift`` octaves with each four times the
+    length.
     """
 
     def result(key: Key) -> Result:
         if key[0] == "noise":
             return results.make_noise(samples=int(key[1]))
         _, arm, samples, step, seed = key
-        size = header.plan.arms[arm]
-        slower = slowness(size, critical) * rates.get(step, 1.0)
+        others, arm = divmod(arm, len(header.plan.sizes))
+        size, own = header.plan.arms[arm], critical * (samples / header.plan.samples) ** growth
+        own *= real if others else 1.0
+        slower = slowness(size, own) * rates.get(step, 1.0)
         if best:
-            slower = slowness(size, critical) * (1 + 0.3 * (step - best.get(size, 0.0)) ** 2)
+            away = step - best.get(("real", size) if others else size, best.get(size, 0.0))
+            away += drift * math.log(samples / header.plan.samples, 4)
+            slower = slowness(size, own) * (1 + 0.3 * away**2)
         error = random.Random(repr(key)).gauss(0, sigma) + random.Random(seed).gauss(0, 0.05)
-        return training(
+        made = training(
             size,
             seed,
             samples,
@@ -111,6 +121,7 @@ def studied(
             decays=header.task.lr_decay != "none",
             losses=losses,
         )
+        return replace(made, arm=key[1])
 
     found, made, work = Results(), list[Result](), lengths * header.plan.samples
     while work > 0:

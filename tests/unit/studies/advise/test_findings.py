@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise import words
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.plan import lengths_of
@@ -44,7 +43,12 @@ def random_record(seed):
     }
     settings = {"samples": draw.choice([0, samples]), "tolerance": draw.choice([0.2, 0.5])}
     runtime = {"world_size": draw.choice([1, 4])}
-    header = make_header(samples, task=task, settings=settings, runtime=runtime)
+    ladder = {}
+    if seed % 3 == 1:
+        ladder = {"shorter": draw.choice([(), (samples // 4,)]), "target": 50 * samples}
+        ladder |= draw.choice([{}, {"stand_in": 40, "arms": SIZES * 2}])
+        settings["batch_sizes"] = draw.choice(["", "16,64,4096"])
+    header = make_header(samples, task=task, settings=settings, runtime=runtime, **ladder)
     stop = draw.choice([400, 2000, 1e9, 1e9, 1e9])
     losses = (lambda s: 1 + s / 1e5) if seed % 25 == 3 else lambda s: law(min(s, stop))
     rates = {rate: 10 ** draw.uniform(-0.4, 0.4) for rate in (-1.0, 1.0)}
@@ -117,7 +121,9 @@ def assert_words_fit(summary):
         advised = [row[0] for row in summary.table.rows if row[3].endswith("advised")]
         assert advised == ([f"{size:,}"] if size else [])
     # Command and doubt do not stand side by side.
-    assert ("; until then" in summary.answer) == bool(words.tune_first(summary))
+    assert ("; until then" in summary.answer) == any(
+        r.batch_size == summary.batch_size and r.better for r in summary.rates
+    )
     preliminary = summary.status in ("interrupted", "failed") and size is not None
     assert summary.answer.startswith("Preliminary") == preliminary
 

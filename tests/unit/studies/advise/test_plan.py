@@ -40,7 +40,7 @@ def task_of(batch_size, train_size, *, decays=False):
 
 def plan_of(budget, speed=SPEED, **given):
     """The plan of a task whose batches of all sizes take as long a sample."""
-    named = ("samples", "tune")
+    named = ("samples", "tune", "batch_sizes", "max_batch")
     settings = Settings(budget=budget, **{n: given.pop(n) for n in named if n in given})
     sizes = {"batch_size": 8, "train_size": 180_000, "decays": False}
     task = task_of(**{n: given.pop(n, default) for n, default in sizes.items()})
@@ -79,14 +79,48 @@ def test_sizes_that_can_be_tried(base, most, world, sizes):
 
 @pytest.mark.parametrize("tune", [False, True])
 @pytest.mark.parametrize("decays", [False, True])
-def test_a_given_length_needs_time_for_a_first_look_at_two_sizes(decays, tune):
-    """The smallest batch is trained over each length where the rate falls."""
-    trainings = 4 * ((1 / 1.6 + 1 / 1.2 + 1 if decays else 1) + 1) + 16 * tune
-    least = trainings * 5000 / SPEED + start_up(1)
-    known = {"samples": 5000, "decays": decays, "tune": tune}
-    assert plan_of(1.001 * least, **known).samples == 5000
-    with pytest.raises(InputError, match="budget"):
-        plan_of(0.999 * least, **known)
+def test_what_does_not_fit_is_predicted_from_shorter_lengths(decays, tune):
+    known = {"decays": decays, "tune": tune}
+    fitting = plan_of(300, samples=4000, **known)
+    assert (fitting.rungs, fitting.target) == ((4000,), 0)
+    plan = plan_of(3000, samples=5_000_000, **known)
+    *shorter, longest = plan.rungs
+    assert (plan.target, longest) == (5_000_000, plan.samples)
+    assert [round(longest / n) for n in shorter] == [16, 4]
+    assert all(n % 8 == 0 and n >= FEW * 8 for n in shorter)
+    # All trainings together fit: some four at three sizes, and the searches for their rates.
+    assert 35 < plan.work / longest < 60 * (2 if decays else 1)
+    # Too short ones are left out.
+    assert plan_of(300, samples=5_000_000, **known).shorter == ()
+
+
+def test_a_share_of_the_run_stands_for_a_budget():
+    settings = Settings(samples=100_000, share=0.1)
+    assert settings.timed(500.0).budget == pytest.approx(20)
+    assert Settings(samples=100_000, budget=7).timed(500.0).budget == 7
+
+
+@pytest.mark.parametrize(
+    ("named", "arms"),
+    [
+        ({"batch_sizes": "256, 16,64"}, (8, 16, 64, 256)),
+        ({"batch_sizes": "8,1000000"}, (8,)),
+        ({"max_batch": 24}, (8, 12, 16, 24)),
+    ],
+)
+def test_sizes_that_the_user_can_use(named, arms):
+    assert plan_of(3000, **named).arms == arms
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"batch_sizes": "4,16"}, {"batch_sizes": "16;32"}, {"batch_sizes": "-8"}, {"max_batch": 4}],
+)
+def test_sizes_that_cannot_be_used_are_refused(named):
+    with pytest.raises(InputError, match="--batch-sizes"):
+        plan_of(3000, **named)
+    with pytest.raises(InputError, match="--batch-sizes"):
+        plan_of(3000, world=3, batch_size=3, batch_sizes="16")
 
 
 def test_no_batch_is_larger_than_the_data():

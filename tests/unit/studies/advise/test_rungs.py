@@ -1,0 +1,168 @@
+"""The ladder of lengths: which are trained, and what they say of a longer training."""
+
+import math
+import random
+
+import pytest
+
+from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.growth import rungs_of
+from steadygrad.studies.advise.search import trials_of
+from steadygrad.studies.folder import Results, dumps
+from steadygrad.studies.ladder import SEEDS
+from steadygrad.studies.schema import Training
+from tests.unit.studies.advise.events import LENGTH, SIZES, make_header, studied, within_tolerance
+
+# Of the longest rung; how many times as long the run is; the samples of a study.
+TOP, TIMES, WORK = 16 * LENGTH, 64, 60
+TUNED = dict.fromkeys((8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512), 0.5)
+
+
+def ladder_header(settings=None, task=None, **plan):
+    own = {"shorter": (LENGTH, 4 * LENGTH), "target": TIMES * TOP, "work": WORK * TOP, "seeds": 64}
+    return make_header(TOP, settings=settings, task=task, **{**own, **plan})
+
+
+def ladder(critical, growth, header=None, **world):
+    """Header and results of a study whose every size is best at half an octave."""
+    header = header or ladder_header()
+    known = {"growth": growth, "best": TUNED, "lengths": WORK, "at_once": 1, **world}
+    return header, studied(header, critical, **known)
+
+
+def trainings(made):
+    return [run for run in made if isinstance(run, Training)]
+
+
+@pytest.mark.parametrize("sigma", [0.0005, 0.004])
+@pytest.mark.parametrize(("size", "growth"), [(200.0, 0.35), (60.0, 0.2), (800.0, 0.3)])
+def test_the_critical_size_of_a_longer_training_is_predicted(size, growth, sigma):
+    header, made = ladder(size, growth, sigma=sigma)
+    for rung in rungs_of(header, Results(made))[0]:
+        own = rung.critical
+        truth = within_tolerance(size * (rung.length / TOP) ** growth)
+        # Between two sizes it is interpolated, which is an error of some per cent.
+        assert own.low / 1.1 < truth < 1.1 * own.high
+        assert own.batch_size == pytest.approx(truth, rel=0.15)
+    found = summarize(header, Results(made), "complete")
+    truth = within_tolerance(size * TIMES**growth)
+    predicted = found.growth.predicted
+    assert predicted.low < truth < predicted.high
+    assert predicted.batch_size == pytest.approx(truth, rel=0.35)
+    assert found.growth.samples == header.plan.target
+    # Safe is what passed over the longest rung.
+    safe = found.recommendation
+    assert safe.samples == TOP
+    assert safe.batch_size <= within_tolerance(size)
+    assert safe.lr == pytest.approx(0.001 * math.sqrt(safe.batch_size / 8) * 2**0.5, rel=0.2)
+    likely = found.growth.likely
+    assert likely.samples == TIMES * TOP
+    assert likely.batch_size == pytest.approx(predicted.batch_size, rel=0.05)  # two digits
+
+
+def test_it_need_not_grow():
+    header, made = ladder(200.0, 0.0, sigma=0.0005)
+    found = summarize(header, Results(made), "complete").growth
+    assert found.slope < 0.15
+    assert found.predicted.low < within_tolerance(200.0) < found.predicted.high
+
+
+def test_a_rung_searches_the_rates_of_two_sizes():
+    """A rung is over once it is known, and the study with the longest one."""
+    header, made = ladder(200.0, 0.35)
+    searches = {(run.samples, run.arm) for run in trainings(made) if run.seed in SEEDS}
+    for rung in rungs_of(header, Results(made))[0]:
+        smallest, other = sorted(arm for samples, arm in searches if samples == rung.length)
+        assert smallest == 0
+        assert 0.5 < rung.sizes[other] / within_tolerance(200.0 * (rung.length / TOP) ** 0.35) < 2
+    order = [run.samples for run in trainings(made)]
+    assert sum(order) < WORK * TOP / 1.2
+    assert order.index(TOP) > max(i for i, n in enumerate(order) if n == 4 * LENGTH)
+
+
+@pytest.mark.parametrize("drift", [-0.5, 1.0])
+def test_rates_that_drift_with_the_length_are_followed(drift):
+    header, made = ladder(200.0, 0.35, sigma=0.0005, drift=drift)
+    compared = [run for run in trainings(made) if run.seed not in SEEDS]
+    for samples in header.plan.rungs:
+        best = 0.5 - drift * math.log(samples / TOP, 4)
+        steps = {run.step for run in compared if run.samples == samples}
+        assert all(abs(step - best) <= 0.5 for step in steps)
+    found = summarize(header, Results(made), "complete").growth
+    assert found.predicted.low < within_tolerance(200.0 * TIMES**0.35) < found.predicted.high
+
+
+@pytest.mark.parametrize("at_once", [2, 5, 16])
+def test_neither_workers_nor_kills_change_a_ladder(at_once):
+    header, made = ladder(200.0, 0.35, sigma=0.004, lengths=1000)
+    said = dumps(summarize(header, Results(made), "complete"))
+    _, other = ladder(200.0, 0.35, header, sigma=0.004, at_once=at_once, lengths=1000)
+    assert {run.key for run in other} == {run.key for run in made}
+    assert dumps(summarize(header, Results(other), "complete")) == said
+    draw = random.Random(at_once)
+    for count in range(0, len(made), 7):
+        results = Results(draw.sample(made[:count], count))
+        following = [t.key for t in trials_of(header, results) if t.key not in results]
+        assert following[0] == made[count].key
+
+
+def test_where_no_size_is_beyond_the_tolerance_nothing_is_predicted():
+    header, made = ladder(1e6, 0.35)
+    found = summarize(header, Results(made), "complete")
+    assert (found.growth.why, found.growth.predicted) == ("none", None)
+    assert found.recommendation.batch_size == 512
+    assert found.growth.likely is None
+
+
+def test_a_size_that_the_user_names_has_a_price():
+    header = ladder_header({"batch_sizes": "64,128,1024"}, arms=(8, 64, 128))
+    header, made = ladder(200.0, 0.35, header, sigma=0.0005)
+    found = summarize(header, Results(made), "complete")
+    assert {row.batch_size for row in found.checked} <= {64, 128}
+    costs = {cost.batch_size: cost for cost in found.growth.costs}
+    assert [*costs] == [64, 128, 1024] == sorted(costs)
+    assert found.named == 1024
+    # What they truly cost over the whole run.
+    grown = 200.0 * TIMES**0.35
+    for size, cost in costs.items():
+        truth = (1 + size / grown) / (1 + 8 / grown) - 1
+        assert cost.low <= truth * 1.1
+        assert truth <= cost.high
+
+
+PROXY = {"stand_in": 40, "arms": SIZES * 2}  # a quarter of the parameters
+
+
+def test_a_stand_in_that_agrees_predicts_for_the_real_model():
+    header, made = ladder(200.0, 0.35, ladder_header(**PROXY))
+    rungs, real = rungs_of(header, Results(made))
+    assert (real.length, real.weight) == (LENGTH, 4)
+    assert real.critical.batch_size == pytest.approx(rungs[0].critical.batch_size, rel=0.2)
+    found = summarize(header, Results(made), "complete")
+    alone, others = ladder(200.0, 0.35)
+    own = summarize(alone, Results(others), "complete")
+    # The same lengths say it, a little less surely.
+    assert found.growth.predicted.low < own.growth.predicted.low
+    assert found.growth.predicted.high > own.growth.predicted.high
+    # The real model is trained over the shortest length alone.
+    assert {run.samples for run in made if run.arm >= len(header.plan.sizes)} == {LENGTH}
+
+
+@pytest.mark.parametrize("times", [0.3, 4.0])
+def test_a_stand_in_that_does_not_agree_predicts_nothing(times):
+    header, made = ladder(200.0, 0.35, ladder_header(**PROXY), real=times)
+    found = summarize(header, Results(made), "complete").growth
+    assert (found.why, found.predicted, found.likely) == ("stand-in", None, None)
+    assert len(found.lengths) == 3
+    # Neither does one that was not compared.
+    few = [run for run in made if run.arm < len(header.plan.sizes)]
+    assert summarize(header, Results(few), "budget").growth.why == "stand-in"
+
+
+def test_the_rate_is_that_of_the_real_model():
+    best = {**TUNED, **{("real", size): 2.0 for size in TUNED}}
+    header, made = ladder(200.0, 0.35, ladder_header(**PROXY), best=best)
+    found = summarize(header, Results(made), "complete")
+    for one in (found.recommendation, found.growth.likely):
+        rule = 0.001 * math.sqrt(one.batch_size / 8)
+        assert one.lr == pytest.approx(4 * rule, rel=0.2)
