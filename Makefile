@@ -85,6 +85,8 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/scaler_trains.py --save
 	$(BIN)/python benchmarks/two_scalers.py --save
 	$(BIN)/python benchmarks/optimizers_train.py --save
+	$(BIN)/python benchmarks/ladder_truth.py --save
+	$(BIN)/python benchmarks/ladder_replay.py benchmarks/results/2026-11-27-advise-referee.md --save
 	$(BIN)/python benchmarks/advise_truth.py --save
 	$(BIN)/python benchmarks/advise_rates.py --save
 	$(BIN)/python benchmarks/ab_truth.py --save

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from steadygrad.studies.advise.growth import predict
+from steadygrad.studies.advise.growth import STAND_IN, predict
 from steadygrad.studies.advise.schema import WIDTH, Critical
 
 TOLERANCE, BEYOND, NEAR = 0.2, 0.25, 1.5
@@ -50,7 +50,6 @@ POWER = 1 / 3
 SPAN = math.exp(WIDTH * math.log(2) / 4)
 # Reference trainings of a rung over 1/1.2 and 1/1.6 of its length.
 REFERENCES = 1 / 1.2 + 1 / 1.6
-STAND_IN = 0.13
 
 Curve = tuple[float, float]
 Cell = tuple[str, int]

@@ -62,7 +62,8 @@ class CompiledTrainer:
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.seed = world, seed
-        self._table = world.task(seed).train.batch(slice(None)).double().numpy()
+        self._table, self._curvatures = self.make_table(), world.curvatures
+        self._kinds = world.kind == "regression", world.optimizer == "adam"
         self.task = SimpleNamespace(
             batch_size=world.batch_size,
             train=range(len(self._table)),
@@ -74,6 +75,14 @@ class CompiledTrainer:
         self.optimizer = None
         self.context = SimpleNamespace(gather=lambda value: [value], on_main=lambda work: work())
         self.restart()
+
+    def make_table(self) -> np.ndarray:
+        """The data that trainings draw from."""
+        return self.world.task(self.seed).train.batch(slice(None)).double().numpy()
+
+    def rows(self, order: Order, start: int, count: int) -> np.ndarray:
+        """The samples that are next."""
+        return self._table[order.take(start, count).numpy()]
 
     def restart(self, repeat: int = 0) -> None:
         torch.manual_seed(seed_for(self.seed, "init", repeat))
@@ -87,21 +96,28 @@ class CompiledTrainer:
     def run(self, order: Order, start: int, stop: int, batch_size: int, *, rate=None, seen=None):
         rate, world = rate or Rate(), self.world
         count, offset = (stop - start) // batch_size, (start if seen is None else seen) - start
-        indices = order.take(start, count * batch_size).numpy()
+        table = self.rows(order, start, count * batch_size)
         top = rate.factor * learning_rate(
             1.0, rate.batch_size or world.batch_size, world.batch_size, world.rule
         )
-        kinds = world.kind == "regression", world.optimizer == "adam"
         for number in range(count):
             reached = start + number * batch_size
             middle, factor = reached + offset + batch_size / 2, top
             if middle < rate.warmup_samples:
-                factor = 1 + (top - 1) * middle / rate.warmup_samples
-            rows = self._table[indices[number * batch_size : (number + 1) * batch_size]]
-            state = self.weights, self.first, self.second, self.steps
-            _step(*state, rows, world.curvatures, *kinds, world.lr * factor, BETAS, EPS)
+                factor = rate.start + (top - rate.start) * middle / rate.warmup_samples
+            factor *= self.course(middle, rate)
+            self.step(table[number * batch_size : (number + 1) * batch_size], world.lr * factor)
             self.steps += 1
             yield reached + batch_size
+
+    def course(self, seen: float, rate: Rate) -> float:
+        """The part of the peak rate after so many samples."""
+        return 1.0
+
+    def step(self, rows: np.ndarray, lr: float) -> None:
+        """One step on a batch."""
+        state = self.weights, self.first, self.second, self.steps
+        _step(*state, rows, self._curvatures, *self._kinds, lr, BETAS, EPS)
 
     def evaluate(self) -> float:
         with np.errstate(all="ignore"):

@@ -29,6 +29,7 @@ __all__ = [
     "overhead",
     "scratch",
     "start_of",
+    "steps_curve",
     "steps_overhead",
 ]
 
@@ -120,6 +121,13 @@ def expected_curve(
     """The expected loss after every step at one batch size."""
     batches = np.full(n_steps, batch_size, dtype=np.int64)
     return _curve(world, start, batches, np.full(n_steps, float(lr)), replicas)
+
+
+def steps_curve(
+    world: World, batches: np.ndarray, rates: np.ndarray, replicas: int = REPLICAS
+) -> Curve:
+    """The expected loss after steps of given batch sizes and rates from the untrained model."""
+    return _curve(world, scratch(world), batches, rates, replicas)
 
 
 def _curve(
