@@ -74,7 +74,7 @@ def _advice(found: BatchSizes, real: BatchSizes | None, size: int, samples: int)
     return Recommendation(
         batch_size=size,
         lr=lr,
-        warmup_samples=warmup_samples(task, samples, size, tunes=found.tunes),
+        warmup_samples=warmup_samples(task, found.plan.target or samples, size, tunes=found.tunes),
         samples=samples,
         half_life=at * math.log(0.5) / math.log(beta2) if beta2 else None,
         decay_half_life=at * math.log(2) / decay if decay else None,

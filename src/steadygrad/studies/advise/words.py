@@ -47,12 +47,11 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
     parts = [safe]
     if grown := found.predicted:
         size, low, high = (_digits(x, ",.0f") for x in (grown.batch_size, grown.low, grown.high))
-        interval = f"95% confidence interval {low} to {high}"
-        parts.append(f"batch {size} is likely (predicted, {interval})")
+        parts.append(f"batch {size} is likely (predicted, 95% confidence interval {low} to {high})")
     if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
-        extra = f"{_interval(cost, s)} more {plural(s.sample)} than batch {s.batch_size:,}"
-        steps = f"{_saved(cost, s)} optimizer steps"
-        parts.append(f"batch {s.named:,} needs {extra} (predicted) and {steps}")
+        extra = f"at least {_extra(cost.low, s)}" if math.isinf(cost.high) else _interval(cost, s)
+        samples = f"{extra} more {plural(s.sample)} than batch {s.batch_size:,}"
+        parts.append(f"batch {s.named:,} needs {samples} and {_saved(cost, s)} steps (predicted)")
     then = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
     return f"For {_count(found.samples, s)}, {then}.", then
 
@@ -102,9 +101,8 @@ def _advice(s: Summary) -> tuple[str, str]:
     larger = next(above, None)
     why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
     if s.growth and s.checked:
-        because = f"as over {samples} it {_needs(run, s)}" if run else f"and over {samples}, {why}"
         unsafe = f"no larger batch than {s.batch_size:,} is known to be safe"
-        safe = f"{settings} is safe, {because}" if found.batch_size else unsafe
+        safe = f"{settings} is safe (tried over {samples})" if found.batch_size else unsafe
         return _longer(safe, s.growth, s)
     if found.batch_size is None:
         more = "--resume with more --seeds" if s.status == "complete" else "--resume"
@@ -169,15 +167,17 @@ def table(s: Summary) -> Table | None:
     warmup = max(run.warmup_samples for run in s.checked)
     title = f"{s.task} over {found.samples:,} {samples}"
     title += f"; larger batches warmed up over {warmup:,} {samples}" * (warmup > 0)
-    heads: tuple[str, ...] = HEADS
-    if s.growth and s.growth.costs:
-        heads += (f"extra over {_count(s.growth.samples, s)} (predicted)",)
-        costs = {show(cost.batch_size): _interval(cost, s) for cost in s.growth.costs}
-        # Named sizes may be too large for the lengths that were tried.
-        untried = [size for size in costs if size not in {row[0] for row in rows}]
-        rows += [(size, "–", "–", "not tried", "–", "–") for size in untried]
-        rows = [(*row, costs.get(row[0], "–")) for row in rows]
-    return Table(title, heads, tuple(rows))
+    costs = {cost.batch_size: _interval(cost, s) for cost in s.growth.costs} if s.growth else {}
+    if not costs:
+        return Table(title, HEADS, tuple(rows))
+    sizes = [s.batch_size, *(run.batch_size for run in s.checked)]
+    known = dict(zip(sizes, rows, strict=True))
+    # Named sizes may be too large for the lengths that were tried, or lie between those.
+    known |= {size: (show(size), "–", "–", "not tried", "–", "–") for size in costs.keys() - known}
+    predicted = (
+        (*known[size], costs.get(size, "–").replace("more than", ">")) for size in sorted(known)
+    )
+    return Table(title, (*HEADS, "predicted for your run"), tuple(predicted))
 
 
 def _verdict(run: Checked, s: Summary) -> str:

@@ -122,6 +122,13 @@ def test_a_size_that_the_user_names_has_a_price():
     costs = {cost.batch_size: cost for cost in found.growth.costs}
     assert [*costs] == [64, 128, 1024] == sorted(costs)
     assert found.named == 1024
+    safe, likely = found.recommendation.batch_size, found.growth.likely.batch_size
+    for size in (safe, likely, 1024):
+        assert f"batch {size:,} " in found.answer
+    # Sizes that were too large to be tried have a row, too.
+    rows = {row[0]: row for row in found.table.rows}
+    assert [*rows] == ["8", "64", "128", "1,024"]
+    assert (rows["1,024"][2], rows["8"][-1]) == ("–", "–")
     # What they truly cost over the whole run.
     grown = 200.0 * TIMES**0.35
     for size, cost in costs.items():
