@@ -66,7 +66,7 @@ CEILINGS = {
     "cli": 745,
     "integrations": 949,
     "studies": 3312,
-    "studies/advise": 1666,
+    "studies/advise": 1718,
     "studies/compare": 1139,
     "studies/inspect": 1105,
     "studies/ab": 981,

@@ -99,6 +99,8 @@ class Pairs:
         """The overhead and its interval; infinite beyond the largest known, and by divergence."""
         if not np.isfinite(self.finals).all():
             return (np.inf,) * 3
+        if not np.isfinite(self.losses).all():  # the smallest batch diverged over one length
+            return 0.0, 0.0, np.inf
         mean, low, high = interval(self.behind(self.grid), prior=self.prior)
         # The upper end is the first overhead from which on the loss is surely not higher.
         above = np.logical_or.accumulate((high > 0)[::-1])[::-1]
@@ -125,9 +127,10 @@ def shared_variance(others: Iterable[Pairs]) -> Prior:
     They share the smallest batch's noise. One that ends far behind has a noise of its own.
     """
     known = [pairs for pairs in others if np.isfinite(pairs.overheads[0])]
-    if not known:
-        return paired.NOTHING
     tolerated = [pairs.behind(np.asarray(pairs.tolerance)) for pairs in known]
+    tolerated = [each for each in tolerated if np.isfinite(each).all()]
+    if not tolerated:
+        return paired.NOTHING
     return Prior(float(np.median([each.var(ddof=1) for each in tolerated])), FREEDOM)
 
 
@@ -299,9 +302,10 @@ class BatchSizes(Evidence):
         Its interval is from there to there where the ends of the overhead's cross it. None where no
         size is surely beyond the tolerance.
         """
-        _, mean, low, high = self.overheads
-        if low[-1] <= self.settings.tolerance:
+        if self.failed is None:
             return None
+        # A larger size that few pairs left uncertain hides no border below it.
+        _, mean, low, high = self.overheads[:, : 2 + [*self.pairs].index(self.failed)]
         # The part of the way between two sizes, where the larger one's overhead is infinite.
         rows = (mean, 0.5), (high, 0.0), (low, 1.0)
         size, least, most = (self._crossing(row, part) for row, part in rows)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from steadygrad.studies.advise import schema, words
 from steadygrad.studies.advise.analysis import RATES, BatchSizes, Pairs
-from steadygrad.studies.advise.growth import growth_of, rungs_of
+from steadygrad.studies.advise.growth import growth_of, longest, rungs_of
 from steadygrad.studies.advise.plan import named_sizes, rate_of, warmup_samples
 from steadygrad.studies.advise.schema import Checked, Header, Noise, Recommendation, Summary
 from steadygrad.studies.folder import Results
@@ -20,12 +20,17 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
     """Draws the conclusions from the results; ``status`` is that of the summary."""
     rise = header.rise(results)
     rungs, real = rungs_of(header, Results() if rise else results)
-    found, grown = rungs[-1], growth_of(rungs, real)
+    found, grown, named = longest(rungs), growth_of(rungs, real), named_sizes(header.settings)
     measured = results.get(Noise, found.length)
     recommendation = Recommendation(why="flat") if rise else _recommendation(found, real)
+    if grown and grown.why and header.plan.stand_in and recommendation.batch_size:
+        # What a stand-in passed says nothing of a model that was not seen to agree with it.
+        recommendation = Recommendation(why="undecided", samples=found.length)
     if grown and (then := grown.predicted):
-        # To two digits: more would be claimed than is known.
+        # To two digits, as more would be claimed than is known, and no size that cannot be used.
         size = round(float(f"{then.batch_size:.2g}"))
+        usable = (header.plan.arms[0], *named) if header.settings.batch_sizes else (size, *named)
+        size = max((one for one in usable if one <= size), default=min(usable))
         grown = replace(grown, likely=_advice(found, real, size, grown.samples))
     rates = tuple(_rates(found))
     said = Summary(
@@ -40,7 +45,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         findings=(recommendation, *([grown] if grown else []), *rates),
         recommendation=recommendation,
         growth=grown,
-        named=max(named_sizes(header.settings), default=0),
+        named=max(named, default=0),
         rates=rates,
         checked=tuple(_checked(found, arm, pairs) for arm, pairs in found.pairs.items()),
         noise=measured.points if measured else (),

@@ -74,31 +74,36 @@ def predict(lengths: Sequence[Critical], samples: int, stand_in: float = 0.0) ->
 def rungs_of(header: Header, results: Results) -> tuple[list[BatchSizes], BatchSizes | None]:
     """The batch sizes over each length, ascending; and the real model's, if a stand-in has these.
 
-    The real model's are over the shortest length. A search begins near the size that the shorter
-    lengths, or the stand-in, predict for it.
+    The real model's are over the shortest length at which the stand-in has a critical size. A
+    search begins near the size that the shorter lengths, or the stand-in, predict for it.
     """
     rungs = list[BatchSizes]()
     for samples in header.plan.rungs:
         then = predict([one.critical for one in rungs if one.critical], samples).predicted
         near, below = then.batch_size if then else 0.0, rungs[-1] if rungs else None
         rungs.append(BatchSizes(header, results, samples, near=near, below=below))
-    if not header.plan.stand_in:
+    checked = next((one for one in rungs if one.critical), None)
+    if checked is None or checked.critical is None or not header.plan.stand_in:
         return rungs, None
-    (first, *_), arms = rungs, len(header.plan.sizes)
-    near = first.critical.batch_size if first.critical else 0.0
-    return rungs, BatchSizes(header, results, first.samples, near=near, skipped=arms)
+    near, skipped = checked.critical.batch_size, len(header.plan.sizes)
+    return rungs, BatchSizes(header, results, checked.samples, near=near, skipped=skipped)
+
+
+def longest(rungs: Sequence[BatchSizes]) -> BatchSizes:
+    """The longest one over which sizes were compared; the longest of all where none were."""
+    return next((one for one in reversed(rungs) if one.pairs), rungs[-1])
 
 
 def growth_of(rungs: Sequence[BatchSizes], real: BatchSizes | None) -> Growth | None:
     """What :func:`rungs_of` says of the plan's target; None where the plan has none."""
-    top = rungs[-1]
-    if not top.plan.target:
+    target, known = rungs[-1].plan.target, [one for one in rungs if one.critical]
+    if not target:
         return None
-    known = [one.critical for one in rungs if one.critical]
-    grown = predict(known, top.plan.target, stand_in=STAND_IN if real else 0.0)
-    if real and known and not _agree(real.critical, rungs[0].critical):
-        return Growth(samples=grown.samples, lengths=grown.lengths, why="stand-in")
-    return replace(grown, costs=tuple(_costs(top, grown.predicted)))
+    lengths = [one.critical for one in known if one.critical]
+    grown = predict(lengths, target, stand_in=STAND_IN if real else 0.0)
+    if real and not _agree(real.critical, known[0].critical):
+        return Growth(samples=target, lengths=grown.lengths, why="stand-in")
+    return replace(grown, costs=tuple(_costs(longest(rungs), grown.predicted)))
 
 
 def _agree(real: Critical | None, stand_in: Critical | None) -> bool:

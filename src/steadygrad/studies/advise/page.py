@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from steadygrad.studies.advise.growth import rungs_of
+from steadygrad.studies.advise.growth import longest, rungs_of
 from steadygrad.studies.advise.schema import Growth, Summary
 from steadygrad.studies.charts import CRITICAL, INK, NOISE, Row, chart, differences
 from steadygrad.studies.folder import Run
@@ -35,7 +35,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
 
 def _differences(run: Run, summary: Summary) -> Markup | None:
     """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
-    found = rungs_of(run.header, run.results)[0][-1]
+    found = longest(rungs_of(run.header, run.results)[0])
     if not found.pairs or summary.rise:
         return None
     rows = []

@@ -135,11 +135,13 @@ def named_sizes(settings: Settings) -> list[int]:
 def _arms(settings: Settings, base: int, most: int, world: int) -> tuple[int, ...]:
     """The task's own batch size, and larger ones that can be used and tried."""
     named = named_sizes(settings)
-    if named and (named[0] < base or any(size % world for size in named)):
+    wrong = named and (named[0] < base or named[-1] == base or any(n % world for n in named))
+    if wrong:
         shares = f", as a multiple of {world} processes" * (world > 1)
         raise InputError(
             "--batch-sizes (with commas between them) and --max-batch should be whole numbers, at "
-            f"least Task.batch_size = {base}{shares}. Found {settings.batch_sizes or named[0]!r}. "
+            f"least Task.batch_size = {base}{shares}, and one of them larger. Found "
+            f"{settings.batch_sizes or named[0]!r}. "
             f"Remedy: --batch-sizes {2 * base},{4 * base}, or a smaller Task.batch_size."
         )
     if settings.batch_sizes:

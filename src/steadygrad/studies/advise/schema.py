@@ -21,7 +21,7 @@ SEEDS = (
 
 BATCH_SIZES = "Batch sizes that can be used, such as 64,128,256; beside Task.batch_size."
 MAX_BATCH = "Largest batch size that can be used. 0 or auto: any."
-SHARE = "In place of --budget: a part of a run of --samples on this machine, such as 0.1."
+SHARE = "In place of --budget, with --samples: a part of the time of that run here, such as 0.1."
 # Half the width of a 95 % interval, in deviations.
 WIDTH = 1.96
 # For `--help`.

@@ -40,7 +40,8 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
         trials.append(Trial(("noise", found.length), cost, what, {"step": found.tuned(0)}))
     if header.plan.target:
         # A stand-in is checked as soon as it is known at which sizes.
-        for rung in filter(None, (rungs[0], real, *rungs[1:])):
+        order = sorted([*rungs, *([real] if real else [])], key=lambda rung: rung.samples)
+        for rung in order:
             if not _is_done(rung) and (wanted := [_trial(rung, *one) for one in _sizes(rung)]):
                 return trials + wanted
         return trials

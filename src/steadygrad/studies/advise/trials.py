@@ -5,6 +5,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import fmean
 
 from msgspec.structs import replace
@@ -32,41 +33,65 @@ MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The longest training whose batch sizes can be told apart in the budget."""
-    task, context = trainer.task, trainer.context
+    task = trainer.task
+    if settings.share and not settings.samples:
+        raise InputError(
+            "--share is a part of what --samples take. Found no --samples. Remedy: --samples, or "
+            "--budget in place of --share."
+        )
     if 0 < settings.seeds < FIRST:
         raise InputError(
             f"--seeds should be at least {FIRST}, or 0. Found {settings.seeds}. "
             f"Remedy: --seeds {FIRST}."
         )
-    other, own = trainer, measured_speed(trainer, task.batch_size)
+    own = measured_speed(trainer, task.batch_size)
     # In seconds of a machine with the speed that is reckoned with.
-    relative = own / speed
-    if task.proxy and settings.samples:
+    planned = partial(_planned, settings, relative=own / speed, workers=workers)
+    try:
+        plan = planned(trainer, own=own)
+    except InputError:  # what is too long for the model may fit its stand-in
+        if not (task.proxy and settings.samples):
+            raise
+        plan = None
+    if plan is None or (plan.target and task.proxy):
         other = _stand_in(trainer, settings)
         other.check_task()
+        parameters = sum(p.numel() for p in other.model.parameters())
         own = measured_speed(other, task.batch_size)
-    seconds = {1: relative / own}
-    for multiple in planning.RUNS:
-        size = multiple * task.batch_size
-        # A slow task is not kept waiting for what a few steps would tell.
-        if multiple > 1 and 4 * size <= min(len(task.train), SHARE * settings.budget * own):
-            seconds[multiple] = relative / measured_speed(other, size, few=True)
-    clock = clock_of(trainer)
-    began = clock()
-    other.evaluate()
-    evaluation = context.gather((clock() - began) * relative)[0]
-    stand_in = 0 if other is trainer else sum(p.numel() for p in other.model.parameters())
-    common = {"workers": workers, "world": context.size, "stand_in": stand_in}
-    plan = planning.make_plan(settings, task, seconds, evaluation, **common)
+        plan = planned(other, own=own, stand_in=parameters)
     if plan.target:
         plan = replace(plan, cost=workers * settings.budget * speed / plan.target)
     if task.warmup_samples > (plan.target or plan.samples):
         raise InputError(
-            f"The warm-up should end within the run of {plan.samples:,} samples. Found "
+            f"The warm-up should end within {plan.target or plan.samples:,} samples. Found "
             f"Task.warmup_samples = {task.warmup_samples:,}. Remedy: more --samples or a longer "
             "--budget, or a shorter warm-up."
         )
     return plan
+
+
+def _planned(
+    settings: schema.Settings,
+    trainer: Trainer,
+    *,
+    own: float,
+    relative: float,
+    workers: int,
+    stand_in: int = 0,
+) -> Plan:
+    """The plan of a trainer, whose speed at the smallest batch is its ``own``."""
+    task, context, seconds = trainer.task, trainer.context, {1: relative / own}
+    for multiple in planning.RUNS:
+        size = multiple * task.batch_size
+        # A slow task is not kept waiting for what a few steps would tell.
+        if multiple > 1 and 4 * size <= min(len(task.train), SHARE * settings.budget * own):
+            seconds[multiple] = relative / measured_speed(trainer, size, few=True)
+    clock = clock_of(trainer)
+    began = clock()
+    trainer.evaluate()
+    evaluation = context.gather((clock() - began) * relative)[0]
+    common = {"workers": workers, "world": context.size, "stand_in": stand_in}
+    return planning.make_plan(settings, task, seconds, evaluation, **common)
 
 
 def _stand_in(trainer: Trainer, settings: schema.Settings) -> Trainer:
@@ -92,6 +117,7 @@ def training(
     if plan.stand_in and not real:
         if "stand-in" not in place.tools:
             place.tools["stand-in"] = _stand_in(place.trainer, settings)
+        place.tools["stand-in"].micro_batch_size = place.trainer.micro_batch_size
         place = dataclasses.replace(place, trainer=place.tools["stand-in"])
     size, decays, tunes = plan.arms[own], task.lr_decay != "none", settings.tune or plan.target > 0
     warmup = planning.warmup_samples(task, samples, size, tunes=tunes)
@@ -132,7 +158,7 @@ def noise(plan: Plan, place: Workplace, samples: int, step: float) -> Noise:
     scale = NoiseScale(trainer.wrapped, samples=trainer.micro_batch_size, scaler=trainer.scaler)
     trainer.optimizer.register_step_pre_hook(lambda *_: scale.step(grad_scale=1.0))
     order = Order(len(trainer.task.train), trainer.seed)
-    rate = Rate(factor=2.0**step, total=samples)
+    rate = Rate(factor=2.0**step, total=samples, stands_for=plan.target)
     left, points, at = [part * samples for part in POINTS], list[NoiseAt](), 0
     names = {*NoiseAt.__struct_fields__} - {"samples"}
     with suppress(Diverged):

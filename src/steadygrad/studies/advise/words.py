@@ -29,12 +29,16 @@ def planned(header: schema.Header) -> tuple[str, ...]:
     if not plan.target:
         return ()
     lengths = "one length," if len(plan.rungs) == 1 else f"{len(plan.rungs)} lengths up to"
-    said = f"{plan.target:,} {plural(task.sample)} do not fit into the budget: it trains over "
-    said += f"{lengths} 1/{round(plan.target / plan.samples):,} of them, with many seeds and batch "
-    said += f"sizes, for {_digits(100 * plan.cost)}% of that run's time"
+    whole = f"a training over {plan.target:,} {plural(task.sample)}"
+    said = f"{whole} does not fit into the budget. The study trains over {lengths} "
+    said += (
+        f"1/{round(plan.target / plan.samples):,} of it, at many batch sizes and with many seeds"
+    )
     if plan.stand_in:
-        said += f", with {_digits(100 * plan.stand_in / task.parameters)}% of the parameters"
-    return (f"{said}.",)
+        said += (
+            f", a model with {_digits(100 * plan.stand_in / task.parameters)}% of the parameters"
+        )
+    return (f"{said}. That takes {_digits(100 * plan.cost)}% of the whole training's time.",)
 
 
 def _digits(number: float, form: str = ",g") -> str:
@@ -47,7 +51,8 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
     parts = [safe]
     if grown := found.predicted:
         size, low, high = (_digits(x, ",.0f") for x in (grown.batch_size, grown.low, grown.high))
-        parts.append(f"batch {size} is likely (predicted, 95% confidence interval {low} to {high})")
+        interval = f"predicted, 95% confidence interval {low} to {high}"
+        parts.append(f"up to batch {size} is likely within {_tolerated(s)} ({interval})")
     if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
         extra = f"at least {_extra(cost.low, s)}" if math.isinf(cost.high) else _interval(cost, s)
         samples = f"{extra} more {plural(s.sample)} than batch {s.batch_size:,}"
@@ -58,7 +63,9 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
 
 def _saved(cost: schema.Cost, s: Summary) -> str:
     """The interval of the steps that a batch size saves."""
-    least, most = (1 - (1 + end) * s.batch_size / cost.batch_size for end in (cost.high, cost.low))
+    lowest = min(cost.low, LENGTHS[0] * s.tolerance)  # beyond that it is not known
+    ends = cost.high, lowest
+    least, most = (1 - (1 + end) * s.batch_size / cost.batch_size for end in ends)
     if math.isinf(cost.high) or least < 0:
         return f"at most {max(0.0, most):.0%} fewer"
     return f"{least:.0%} to {most:.0%} fewer"
@@ -68,17 +75,17 @@ def _growth(found: schema.Growth | None, s: Summary) -> str:
     """What would narrow a prediction, or allow one."""
     if found is None or not s.checked:
         return ""
-    beyond = f"had a batch size surely beyond {_tolerated(s)}"
+    needs = f"surely need more than {_tolerated(s)} more {plural(s.sample)}"
     unknown = f"Which batch size {_count(found.samples, s)} allow is not known:"
     if found.why == "none":
-        said = f"{unknown} no length that was tried {beyond}; larger sizes or"
+        said = f"{unknown} at no length did a batch size {needs}; larger sizes or"
     elif found.why:
         said = f"{unknown} the stand-in was not seen to agree with the real model;"
     elif not found.agree:
         said = "The lengths that were tried disagree on how the batch size grows;"
     elif len(found.lengths) == 1:
         power = f"the power {found.slope:.2g} is that of public trainings"
-        said = f"Only one length {beyond}, so growth was not measured: {power};"
+        said = f"At one length alone did a batch size {needs}, so growth was not measured: {power};"
     else:
         return ""
     return f"{said} a new run with a longer --budget would tell."
@@ -102,7 +109,9 @@ def _advice(s: Summary) -> tuple[str, str]:
     why = f"batch {larger.batch_size:,} {_needs(larger, s)}" if larger else "none was decided"
     if s.growth and s.checked:
         unsafe = f"no larger batch than {s.batch_size:,} is known to be safe"
-        safe = f"{settings} is safe (tried over {samples})" if found.batch_size else unsafe
+        passed = "it" if run else "no larger one"
+        safe = f"{settings} is safe ({passed} passed over {samples})"
+        safe = safe if found.batch_size else unsafe
         return _longer(safe, s.growth, s)
     if found.batch_size is None:
         more = "--resume with more --seeds" if s.status == "complete" else "--resume"

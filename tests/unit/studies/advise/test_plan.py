@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise import trials
@@ -27,7 +28,13 @@ from steadygrad.studies.trials import start_up
 from steadygrad.studies.work import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
 from tests.unit.studies.results import make_header
-from tests.unit.studies.tiny_task import diverging, diverging_above, make_task, without_dropout
+from tests.unit.studies.tiny_task import (
+    diverging,
+    diverging_above,
+    losses,
+    make_task,
+    without_dropout,
+)
 
 SPEED = 1000.0
 
@@ -303,3 +310,21 @@ def test_the_noise_scale_is_that_of_the_reference_training(place):
     assert found.points[-1].noise_trace > 0
     place.trainer.task = replace_task(place.trainer.task, batch_size=1)
     assert trials.noise(replace(PLAN, arms=(1, 2)), place, 256, 0.0).points == ()
+
+
+def test_a_stand_in_trains_its_own_arms_in_the_same_micro_batches():
+    """The real model's arms come after them."""
+    rows = []
+
+    def counted(model, batch):
+        rows.append((sum(p.numel() for p in model.parameters()), len(batch[0])))
+        return losses(model, batch)
+
+    task = make_task(proxy=lambda: nn.Linear(8, 1), per_sample_loss=counted)
+    place = place_of(task, micro_batch_size=2)
+    plan = replace(PLAN, arms=(4, 8, 4, 8), stand_in=9, target=4096, samples=64)
+    found = {arm: trials.training(plan, place, arm, 64, 0.0, 0) for arm in (1, 3)}
+    assert found[1].loss != found[3].loss
+    assert {arm: one.arm for arm, one in found.items()} == {1: 1, 3: 3}
+    assert {parameters for parameters, _ in rows} == {9, 161}
+    assert {count for _, count in rows} == {2}

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.growth import rungs_of
@@ -122,8 +123,9 @@ def test_a_size_that_the_user_names_has_a_price():
     costs = {cost.batch_size: cost for cost in found.growth.costs}
     assert [*costs] == [64, 128, 1024] == sorted(costs)
     assert found.named == 1024
-    safe, likely = found.recommendation.batch_size, found.growth.likely.batch_size
-    for size in (safe, likely, 1024):
+    # Of those that can be used the largest one below what is predicted.
+    assert found.growth.likely.batch_size == 128 < found.growth.predicted.batch_size
+    for size in (found.recommendation.batch_size, 1024):
         assert f"batch {size:,} " in found.answer
     # Sizes that were too large to be tried have a row, too.
     rows = {row[0]: row for row in found.table.rows}
@@ -161,6 +163,8 @@ def test_a_stand_in_that_does_not_agree_predicts_nothing(times):
     found = summarize(header, Results(made), "complete").growth
     assert (found.why, found.predicted, found.likely) == ("stand-in", None, None)
     assert len(found.lengths) == 3
+    # What the stand-in passed is not safe for the real one.
+    assert summarize(header, Results(made), "complete").recommendation.why == "undecided"
     # Neither does one that was not compared.
     few = [run for run in made if run.arm < len(header.plan.sizes)]
     assert summarize(header, Results(few), "budget").growth.why == "stand-in"
@@ -173,3 +177,22 @@ def test_the_rate_is_that_of_the_real_model():
     for one in (found.recommendation, found.growth.likely):
         rule = 0.001 * math.sqrt(one.batch_size / 8)
         assert one.lr == pytest.approx(4 * rule, rel=0.2)
+
+
+def test_a_budget_that_ends_early_keeps_what_the_shorter_rungs_said():
+    header, made = ladder(200.0, 0.35)
+    few = [run for run in trainings(made) if run.samples < TOP / 2]
+    found = summarize(header, Results(few), "budget")
+    assert found.growth.predicted is not None
+    assert found.recommendation.samples == 4 * LENGTH
+    assert found.recommendation.batch_size <= within_tolerance(200.0 / 4**0.35)
+
+
+def test_a_smallest_batch_that_diverged_tells_nothing():
+    """Where the rate decays it is trained over each length."""
+    header, made = ladder(200.0, 0.35, ladder_header(task={"lr_decay": "linear"}))
+    shorter = next(run for run in made if run.arm == 0 and run.samples not in header.plan.rungs)
+    lost = replace(shorter, loss=math.inf, curve=((shorter.curve[0][0], math.inf),))
+    results = Results([lost if run.key == lost.key else run for run in trainings(made)])
+    assert trials_of(header, results) is not None
+    assert summarize(header, results, "budget").answer
