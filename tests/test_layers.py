@@ -63,10 +63,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # come down as rooms are drawn anew; a study's folder is a room of its own, and so are modules of
 # the root that belong together.
 CEILINGS = {
-    "cli": 745,
+    "cli": 746,
     "integrations": 949,
     "studies": 3312,
-    "studies/advise": 1718,
+    "studies/advise": 1737,
     "studies/compare": 1139,
     "studies/inspect": 1105,
     "studies/ab": 981,

@@ -198,5 +198,6 @@ def _words(tasks: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is not None and value is not False:  # 0 is a value
-            words.append(flag if value is True else f"{flag}={value}")
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+            words.append(flag if value is True else f"{flag}={text}")
     return words

@@ -13,6 +13,7 @@ import torch
 
 import steadygrad
 from steadygrad.cli import main
+from steadygrad.cli.studies import _words
 from steadygrad.studies.advise.schema import Summary
 from steadygrad.studies.folder import dumps, read_run, write_result
 from steadygrad.studies.run import _alone
@@ -98,6 +99,10 @@ def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, mess
     with pytest.raises(ValueError, match=message):
         steadygrad.advise(task, **{"out": tmp_path / "run", **PLAIN, **options})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_is_the_text_of_the_command_line():
+    assert _words([], {"batch_sizes": [32, 64], "tune": True}) == ["--batch-sizes=32,64", "--tune"]
 
 
 def test_a_second_study_at_the_same_time_is_refused(tmp_path):

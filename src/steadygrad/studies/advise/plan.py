@@ -5,6 +5,7 @@ matters.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,7 @@ def _too_small(settings: Settings, need: float, own: float) -> InputError:
     unit = 10 ** max(0, len(str(math.ceil(need))) - 2)
     rounded = math.ceil(need / unit) * unit
     fewer = ", or fewer --samples" if settings.samples else ""
+    fewer = ", in place of --share" if settings.share else fewer
     return InputError(
         f"The budget is too small to measure anything: found {settings.budget:g}s, expected at "
         f"least {rounded}s for this task at {show(1 / own)} samples a second. Remedy: --budget "
@@ -127,8 +129,8 @@ def _too_small(settings: Settings, need: float, own: float) -> InputError:
 def named_sizes(settings: Settings) -> list[int]:
     """The batch sizes that the settings name, ascending; of a largest one, that one."""
     texts = settings.batch_sizes.split(",") if settings.batch_sizes else []
-    # What is no number is smaller than every size.
-    named = {int(text) if text.strip().isdecimal() else 0 for text in texts}
+    # What is no number, or none of a batch, is smaller than every size.
+    named = {int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else 0 for text in texts}
     return sorted(named or {settings.max_batch} - {0})
 
 
@@ -144,9 +146,10 @@ def _arms(settings: Settings, base: int, most: int, world: int) -> tuple[int, ..
             f"{settings.batch_sizes or named[0]!r}. "
             f"Remedy: --batch-sizes {2 * base},{4 * base}, or a smaller Task.batch_size."
         )
-    if settings.batch_sizes:
-        return base, *(size for size in named if base < size <= most)
-    return sizes_of(base, min(most, settings.max_batch or most), world)
+    if settings.batch_sizes and (fitting := [size for size in named if base < size <= most]):
+        return base, *fitting
+    # Named ones that are all too large for these lengths are predicted from smaller ones.
+    return sizes_of(base, min(most, max(named, default=most)), world)
 
 
 def sizes_of(base: int, most: int, world: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
@@ -54,11 +54,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
             raise
         plan = None
     if plan is None or (plan.target and task.proxy):
-        other = _stand_in(trainer, settings)
-        other.check_task()
-        parameters = sum(p.numel() for p in other.model.parameters())
-        own = measured_speed(other, task.batch_size)
-        plan = planned(other, own=own, stand_in=parameters)
+        plan = _by_stand_in(settings, trainer, planned, plan)
     if plan.target:
         plan = replace(plan, cost=workers * settings.budget * speed / plan.target)
     if task.warmup_samples > (plan.target or plan.samples):
@@ -68,6 +64,26 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
             "--budget, or a shorter warm-up."
         )
     return plan
+
+
+def _by_stand_in(
+    settings: schema.Settings, trainer: Trainer, planned: Callable[..., Plan], plan: Plan | None
+) -> Plan:
+    """The plan in which a stand-in trains the rungs; the other where its check takes too long."""
+    try:
+        other = _stand_in(trainer, settings)
+        other.check_task()
+    except InputError as error:
+        error.args = (f"Task.proxy: {error}",)
+        raise
+    parameters = sum(p.numel() for p in other.model.parameters())
+    own = measured_speed(other, trainer.task.batch_size)
+    try:
+        return planned(other, own=own, stand_in=parameters)
+    except InputError:
+        if plan is None:
+            raise
+        return plan
 
 
 def _planned(

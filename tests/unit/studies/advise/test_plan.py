@@ -111,7 +111,8 @@ def test_a_share_of_the_run_stands_for_a_budget():
     ("named", "arms"),
     [
         ({"batch_sizes": "256, 16,64"}, (8, 16, 64, 256)),
-        ({"batch_sizes": "8,1000000"}, (8,)),
+        # Those that are too large for a length are predicted from all that are smaller.
+        ({"batch_sizes": "8,1000000", "train_size": 40}, (8, 12, 16, 24, 32)),
         ({"max_batch": 24}, (8, 12, 16, 24)),
     ],
 )
@@ -121,7 +122,14 @@ def test_sizes_that_the_user_can_use(named, arms):
 
 @pytest.mark.parametrize(
     "named",
-    [{"batch_sizes": "4,16"}, {"batch_sizes": "16;32"}, {"batch_sizes": "-8"}, {"max_batch": 4}],
+    [
+        {"batch_sizes": "4,16"},
+        {"batch_sizes": "9" * 5000},
+        {"batch_sizes": "8"},
+        {"batch_sizes": "16;32"},
+        {"batch_sizes": "-8"},
+        {"max_batch": 4},
+    ],
 )
 def test_sizes_that_cannot_be_used_are_refused(named):
     with pytest.raises(InputError, match="--batch-sizes"):
