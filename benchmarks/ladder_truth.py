@@ -203,8 +203,10 @@ def near(found: list[float], truth: float) -> bool:
 
 def summed(name: str, rows: list[dict], which: int) -> list[str]:
     """A row of the table of predictions."""
-    known = [row for row in rows if row["predicted"]]
+    ends = [(row["predicted"], row["truth"][which]) for row in rows if row["predicted"]]
+    known = [row for row in rows if row["predicted"] and row["predicted"][2] < math.inf]
     pairs = [(row["predicted"], row["truth"][which]) for row in known]
+    least = [held(*pair) for pair in ends if pair[0][2] == math.inf]
     reasons = Counter(row["why"] for row in rows if not row["predicted"])
     ratio = [found[0] / truth for found, truth in pairs]
     width = [math.sqrt(found[2] / found[1]) for found, _ in pairs]
@@ -212,7 +214,8 @@ def summed(name: str, rows: list[dict], which: int) -> list[str]:
         name,
         str(len(rows)),
         ", ".join(f"{count} {why}" for why, count in reasons.items()) or "0",
-        share([held(*pair) for pair in pairs]),
+        share([held(*pair) for pair in ends]),
+        share(least),
         share([near(*pair) for pair in pairs]),
         spread(ratio),
         spread(width),
@@ -235,7 +238,7 @@ def rung_rows(rows: list[dict], which: int) -> list[list[str]]:
     table = []
     for number, name in enumerate(("n/16", "n/4", "n")):
         rungs = [row["rungs"][number] for row in rows]
-        known = [rung for rung in rungs if rung["found"]]
+        known = [rung for rung in rungs if rung["found"] and rung["found"][2] < math.inf]
         pairs = [(rung["found"], rung["truth"][which]) for rung in known]
         limits = [rung["largest"] for rung in known]
         rates = [own[1] - own[2] for rung in rungs for own in rung["rates"][:1]]
@@ -266,6 +269,7 @@ HEAD = [
     "number",
     "not predicted",
     "interval holds truth",
+    "of those with a lower end alone",
     "within 1.5 times",
     "predicted over true",
     "half width, times",

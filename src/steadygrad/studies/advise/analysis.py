@@ -299,16 +299,21 @@ class BatchSizes(Evidence):
     def critical(self) -> Critical | None:
         """The size at which the overhead crosses the tolerance, between two that were compared.
 
-        Its interval is from there to there where the ends of the overhead's cross it. None where no
-        size is surely beyond the tolerance.
+        Its interval is from there to there where the ends of the overhead's cross it, without an
+        upper end where no size is surely beyond the tolerance. None where there is no lower one
+        above the smallest size either.
         """
+        _, mean, low, high = self.overheads
         if self.failed is None:
-            return None
+            last = int(np.flatnonzero(high <= self.settings.tolerance)[-1])
+            passed = self.sizes[[0, *self.pairs][last]]
+            known = {"batch_size": passed, "low": passed, "high": math.inf}
+            return Critical(samples=self.length, **known) if last else None
         # A larger size that few pairs left uncertain hides no border below it.
-        _, mean, low, high = self.overheads[:, : 2 + [*self.pairs].index(self.failed)]
+        until = 2 + [*self.pairs].index(self.failed)
         # The part of the way between two sizes, where the larger one's overhead is infinite.
         rows = (mean, 0.5), (high, 0.0), (low, 1.0)
-        size, least, most = (self._crossing(row, part) for row, part in rows)
+        size, least, most = (self._crossing(row[:until], part) for row, part in rows)
         ends = {"low": min(least, size), "high": max(most, size)}
         return Critical(samples=self.length, batch_size=size, **ends)
 

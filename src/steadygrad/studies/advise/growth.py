@@ -18,6 +18,7 @@ References:
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -42,33 +43,63 @@ TUNED = (0.35, 0.15)
 def predict(lengths: Sequence[Critical], samples: int, stand_in: float = 0.0) -> Growth:
     """The critical batch size over ``samples``, by that of shorter trainings.
 
+    A length whose critical size has a lower end alone counts where it lies above the line of the
+    others, and leaves the prediction without an upper end.
+
     ``stand_in``: deviation of the logarithm of the real model's critical size from that of a model
     that was trained in its place; 0: the real one was trained.
     """
     if not lengths:
         return Growth(samples=samples, why="none")
-    at = np.array([math.log(one.samples / samples) for one in lengths])
-    # The middles of the intervals: by few pairs the sizes themselves lie near one of the ends.
-    sizes = np.log([one.low * one.high for one in lengths]) / 2
-    errors = np.hypot([one.error for one in lengths], RESIDUAL)
-    # The prior is one more observation, of the slope alone.
-    rows = np.vstack([np.column_stack([np.ones_like(at), at]) / errors[:, None], [0, 1 / TUNED[1]]])
-    seen = np.append(sizes / errors, TUNED[0] / TUNED[1])
-    covariance = np.linalg.inv(rows.T @ rows)
-    level, slope = covariance @ (rows.T @ seen)
-    # By one length it is exact.
-    misfit = float(((seen - rows @ (level, slope)) ** 2).sum())
-    excess = max(1.0, misfit / max(1, len(lengths) - 1))
-    bend = BEND * at.max() if len(lengths) > 1 else 0.0
-    deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + stand_in**2 + bend**2)
+    known = [one for one in lengths if one.is_closed]
+    least = [replace(one, high=one.low) for one in lengths if not one.is_closed]
+    # With no slope but the prior's: the sizes that can be tried grow with the length themselves.
+    strongest = sorted(least, key=lambda one: one.low / one.samples ** TUNED[0])[-1:]
+    line = _Line.through(known or strongest, samples)
+    above = [one for one in least if known and math.log(one.low) > line.at(one.samples)]
+    line = _Line.through([*known, *above], samples) if above else line
+    level, deviation = line.at(samples), math.hypot(line.deviation, stand_in)
     size, low, high = (math.exp(level + side * WIDTH * deviation) for side in (0, -1, 1))
+    high = high if known and not above else math.inf
     return Growth(
         samples=samples,
         predicted=Critical(samples=samples, batch_size=size, low=low, high=high),
         lengths=tuple(lengths),
-        slope=float(slope),
-        agree=excess <= WIDTH**2,
+        slope=line.slope,
+        agree=line.agrees,
     )
+
+
+class _Line(NamedTuple):
+    """The line through critical sizes: the logarithm's level over a length, and its slope."""
+
+    samples: int
+    level: float
+    slope: float
+    deviation: float
+    agrees: bool
+
+    def at(self, samples: int) -> float:
+        return self.level + self.slope * math.log(samples / self.samples)
+
+    @classmethod
+    def through(cls, lengths: Sequence[Critical], samples: int) -> "_Line":
+        at = np.array([math.log(one.samples / samples) for one in lengths])
+        # The middles of the intervals: by few pairs the sizes themselves lie near one of the ends.
+        sizes = np.log([one.low * one.high for one in lengths]) / 2
+        errors = np.hypot([one.error for one in lengths], RESIDUAL)
+        # The prior is one more observation, of the slope alone.
+        rows = np.column_stack([np.ones_like(at), at]) / errors[:, None]
+        rows = np.vstack([rows, [0, 1 / TUNED[1]]])
+        seen = np.append(sizes / errors, TUNED[0] / TUNED[1])
+        covariance = np.linalg.inv(rows.T @ rows)
+        level, slope = covariance @ (rows.T @ seen)
+        # By one length it is exact.
+        misfit = float(((seen - rows @ (level, slope)) ** 2).sum())
+        excess = max(1.0, misfit / max(1, len(lengths) - 1))
+        bend = BEND * at.max() if len(lengths) > 1 else 0.0
+        deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + bend**2)
+        return cls(samples, float(level), float(slope), deviation, excess <= WIDTH**2)
 
 
 def rungs_of(header: Header, results: Results) -> tuple[list[BatchSizes], BatchSizes | None]:
@@ -82,7 +113,7 @@ def rungs_of(header: Header, results: Results) -> tuple[list[BatchSizes], BatchS
         then = predict([one.critical for one in rungs if one.critical], samples).predicted
         near, below = then.batch_size if then else 0.0, rungs[-1] if rungs else None
         rungs.append(BatchSizes(header, results, samples, near=near, below=below))
-    checked = next((one for one in rungs if one.critical), None)
+    checked = next((one for one in rungs if one.critical and one.critical.is_closed), None)
     if checked is None or checked.critical is None or not header.plan.stand_in:
         return rungs, None
     near, skipped = checked.critical.batch_size, len(header.plan.sizes)
@@ -96,18 +127,19 @@ def longest(rungs: Sequence[BatchSizes]) -> BatchSizes:
 
 def growth_of(rungs: Sequence[BatchSizes], real: BatchSizes | None) -> Growth | None:
     """What :func:`rungs_of` says of the plan's target; None where the plan has none."""
-    target, known = rungs[-1].plan.target, [one for one in rungs if one.critical]
-    if not target:
+    plan, lengths = rungs[-1].plan, [one.critical for one in rungs if one.critical]
+    if not plan.target:
         return None
-    lengths = [one.critical for one in known if one.critical]
-    grown = predict(lengths, target, stand_in=STAND_IN if real else 0.0)
-    if real and not _agree(real.critical, known[0].critical):
-        return Growth(samples=target, lengths=grown.lengths, why="stand-in")
+    if plan.stand_in and lengths:
+        checked = next((one for one in lengths if one.is_closed), None)
+        if not _agree(real.critical if real else None, checked):
+            return Growth(samples=plan.target, lengths=tuple(lengths), why="stand-in")
+    grown = predict(lengths, plan.target, stand_in=STAND_IN if real else 0.0)
     return replace(grown, costs=tuple(_costs(longest(rungs), grown.predicted)))
 
 
 def _agree(real: Critical | None, stand_in: Critical | None) -> bool:
-    if real is None or stand_in is None:
+    if real is None or stand_in is None or not real.is_closed:
         return False
     apart = abs(math.log(real.batch_size / stand_in.batch_size))
     return apart <= WIDTH * math.hypot(real.error, stand_in.error, STAND_IN)
@@ -125,7 +157,8 @@ def _costs(top: BatchSizes, then: Critical | None) -> Iterator[Cost]:
     sizes, _, *ends = top.overheads
     least, dearest = np.minimum(ends, most)
     for size in named_sizes(top.settings) or [top.sizes[arm] for arm in top.pairs]:
-        best, worst = (math.log(size * now.batch_size / end) for end in (then.high, then.low))
+        here = math.log(size * now.batch_size)
+        best, worst = (here - math.log(end) for end in (then.high, then.low))
         found = np.interp(best, sizes, least), np.interp(worst, sizes, dearest, right=most)
         low, high = (float(end) if end < most else math.inf for end in found)
         yield Cost(batch_size=size, low=low, high=high)

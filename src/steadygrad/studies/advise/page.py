@@ -55,8 +55,11 @@ def _growth(grown: Growth, samples: str) -> Markup:
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         for one, colour in points:
-            axes.plot([one.samples] * 2, [one.low, one.high], color=colour, linewidth=2)
-            axes.plot([one.samples], [one.batch_size], "D", color=colour, ms=7)
+            # No interval is drawn to an end that is not known.
+            sides = [one.low, one.high if one.is_closed else one.batch_size]
+            axes.plot([one.samples] * 2, sides, color=colour, linewidth=2)
+            mark = "D" if one.is_closed else "^"
+            axes.plot([one.samples], [one.batch_size], mark, color=colour, ms=7)
         if end := grown.predicted:
             ends = np.array([grown.lengths[0].samples, end.samples])
             line = end.batch_size * (ends / end.samples) ** grown.slope

@@ -167,12 +167,20 @@ class Recommendation(Finding, frozen=True, tag="recommendation"):
 
 
 class Critical(msgspec.Struct, frozen=True, kw_only=True):
-    """The critical batch size over one length, with its 95% confidence interval."""
+    """The critical batch size over one length, with its 95% confidence interval.
+
+    Where no batch size was surely beyond the tolerance ``high`` is infinite.
+    """
 
     samples: Positive
     batch_size: float
     low: float
     high: float
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the interval has an upper end."""
+        return self.high < math.inf
 
     @property
     def error(self) -> float:
@@ -188,8 +196,8 @@ class Growth(Finding, frozen=True, tag="growth"):
         lengths: Those that it is predicted from, ascending.
         slope: Its logarithm grows by this with the logarithm of the length.
         agree: Whether the lengths agree with one slope.
-        why: Why nothing is predicted: ``"none"`` (no batch size was beyond the tolerance), or
-            ``"stand-in"`` (the real model was not seen to agree with the stand-in).
+        why: Why nothing is predicted: ``"none"`` (no batch size was surely within or beyond the
+            tolerance), or ``"stand-in"`` (the real model was not seen to agree with the stand-in).
         likely: Settings for the predicted size.
         costs: Predicted ones of batch sizes over ``samples``, ascending.
     """

@@ -51,8 +51,11 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
     parts = [safe]
     if grown := found.predicted:
         size, low, high = (_digits(x, ",.0f") for x in (grown.batch_size, grown.low, grown.high))
-        interval = f"predicted, 95% confidence interval {low} to {high}"
-        parts.append(f"up to batch {size} is likely within {_tolerated(s)} ({interval})")
+        sizes, ends = f"up to batch {size}", f"{low} to {high}"
+        if not grown.is_closed:
+            sizes, ends = f"batch {size} or more", f"{low} or more"
+        interval = f"predicted, 95% confidence interval {ends}"
+        parts.append(f"{sizes} is likely within {_tolerated(s)} ({interval})")
     if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
         extra = f"at least {_extra(cost.low, s)}" if math.isinf(cost.high) else _interval(cost, s)
         samples = f"{extra} more {plural(s.sample)} than batch {s.batch_size:,}"
@@ -81,9 +84,13 @@ def _growth(found: schema.Growth | None, s: Summary) -> str:
         said = f"{unknown} at no length did a batch size {needs}; larger sizes or"
     elif found.why:
         said = f"{unknown} the stand-in was not seen to agree with the real model;"
+    elif found.predicted and not found.predicted.is_closed:
+        count = _count(next(x.samples for x in reversed(found.lengths) if not x.is_closed), s)
+        beyond = f"no batch size was surely beyond {_tolerated(s)}"
+        said = f"Over {count} {beyond}, so no upper end is known; larger sizes or"
     elif not found.agree:
         said = "The lengths that were tried disagree on how the batch size grows;"
-    elif len(found.lengths) == 1:
+    elif sum(one.is_closed for one in found.lengths) == 1:
         power = f"the power {found.slope:.2g} is that of public trainings"
         said = f"At one length alone did a batch size {needs}, so growth was not measured: {power};"
     else:

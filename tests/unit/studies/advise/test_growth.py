@@ -78,6 +78,32 @@ def test_lengths_that_disagree_widen_the_interval():
     assert wild.predicted.error > 1.5 * calm.predicted.error
 
 
+def test_a_lower_end_counts_where_it_lies_above_the_line():
+    own = growth.predict(THREE, N)
+    line = own.predicted.batch_size * (80_000 / N) ** own.slope
+
+    def with_end(size):
+        end = Critical(samples=80_000, batch_size=size, low=size, high=math.inf)
+        return growth.predict([*THREE[:2], end, THREE[2]], N)
+
+    below, above = with_end(0.9 * line), with_end(2.0 * line)
+    assert (below.predicted, below.slope) == (own.predicted, own.slope)
+    assert above.predicted.batch_size > 1.1 * own.predicted.batch_size
+    assert above.predicted.low > own.predicted.low
+    assert above.predicted.high == math.inf
+
+
+def test_of_lower_ends_alone_the_strongest_one_counts():
+    ends = [
+        Critical(samples=n, batch_size=s, low=s, high=math.inf)
+        for n, s in ((10_000, 100), (160_000, 120))
+    ]
+    found = growth.predict(ends, N)
+    assert found.predicted.batch_size == pytest.approx(100 * 100 ** TUNED[0])
+    assert found.predicted.high == math.inf
+    assert found.slope == pytest.approx(TUNED[0])
+
+
 def test_of_worlds_by_its_model_95_percent_are_covered():
     draw, inside = np.random.default_rng(0), 0
     for _ in range(2000):

@@ -107,12 +107,21 @@ def test_neither_workers_nor_kills_change_a_ladder(at_once):
         assert following[0] == made[count].key
 
 
-def test_where_no_size_is_beyond_the_tolerance_nothing_is_predicted():
+def test_where_no_size_is_beyond_the_tolerance_a_lower_end_is_predicted():
     header, made = ladder(1e6, 0.35)
     found = summarize(header, Results(made), "complete")
-    assert (found.growth.why, found.growth.predicted) == ("none", None)
+    grown = found.growth
     assert found.recommendation.batch_size == 512
-    assert found.growth.likely is None
+    assert [one.low for one in grown.lengths] == [128, 512, 512]  # the largest that were tried
+    assert not any(one.is_closed for one in (*grown.lengths, grown.predicted))
+    assert grown.predicted.low < grown.predicted.batch_size < grown.predicted.high == math.inf
+    # The largest size has no lower end for what it costs.
+    assert grown.costs[-1].batch_size == 512
+    assert grown.costs[-1].low == 0
+    assert grown.costs[-1].high < found.tolerance
+    assert "or more" in found.answer
+    few = Results([run for run in trainings(made) if not run.arm])
+    assert summarize(header, few, "budget").growth.why == "none"
 
 
 def test_a_size_that_the_user_names_has_a_price():
