@@ -88,7 +88,6 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/ladder_truth.py --save
 	$(BIN)/python benchmarks/ladder_replay.py benchmarks/results/2026-11-27-advise-referee.md --save
 	$(BIN)/python benchmarks/advise_truth.py --save
-	$(BIN)/python benchmarks/advise_rates.py --save
 	$(BIN)/python benchmarks/ab_truth.py --save
 	$(BIN)/python benchmarks/compare_truth.py --save
 	$(BIN)/python benchmarks/compare_itself.py --save

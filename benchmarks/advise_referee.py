@@ -3,7 +3,8 @@
     python benchmarks/advise_referee.py --studies --truth --report --save
 
 The plan is in `advise_referee_plan.md`, and was committed before its first study ran. Each step
-goes on where it was interrupted: a study has a folder, and a run of the truth has a file.
+goes on where it was interrupted: a study has a folder, and a run of the truth has a file. The truth
+is at the learning rates of the task's rule, as the studies were then; now they search the rates.
 """
 
 import argparse
@@ -69,22 +70,17 @@ class Truth(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One training from scratch; ``lengths``: samples that its losses are wanted for.
-
-    ``rate``: the learning rate over the one that the task's rule gives.
-    """
+    """One training from scratch; ``lengths``: samples that its losses are wanted for."""
 
     task: str
     batch_size: int
     lengths: tuple[int, ...]
     warmup_samples: int
     seed: int
-    rate: float = 1.0
 
     @property
     def path(self) -> Path:
         parts = [self.batch_size, self.lengths[-1], self.warmup_samples, self.seed]
-        parts += [self.rate] * (self.rate != 1)
         return Path(self.task) / f"{'-'.join(map(str, parts))}.json"
 
 
@@ -135,7 +131,7 @@ def train(run: Run) -> dict[int, float]:
     wanted, found = {step for steps in marks.values() for step in steps}, {}
     orders = torch.Generator().manual_seed(run.seed)
     queue = torch.empty(0, dtype=torch.int64)
-    grown = run.rate * (size / task.batch_size) ** POWERS[task.lr_rule]
+    grown = (size / task.batch_size) ** POWERS[task.lr_rule]
     for step in range(1, total // size + 1):
         seen = (step - 0.5) * size
         factor = grown

@@ -5,6 +5,7 @@
 A table of `advise_referee.py` has the truth of every batch size, and what each study cost. Here
 each study trains on as many samples as the one in the table did, however long that takes, so that
 two versions of the program are compared at one cost. A study that is there is not made again.
+Truths are at the learning rates of the task's rule, while today's studies search the rates.
 """
 
 import argparse
@@ -35,6 +36,8 @@ TRUTH = re.compile(r"\| (\d+) \| ([+-][\d.]+)% ± ([\d.]+)% \|")
 STUDY = re.compile(r"\| (\w+) \| (\d) \| (\d+|not known) \|(?:[^|]*\|){7} ([\d.]+) \| \d+% \|")
 SEEDS = 16  # of the recorded truth
 TOLERANCE = 0.2
+REPLAYED = "Each study trains on as many samples as that of the table did; truths are the table's."
+RATES = "They are at the learning rates of the task's rule, while the study searches its rates."
 
 
 class Recorded(NamedTuple):
@@ -156,7 +159,7 @@ def page(rows: list[dict], table: Path) -> str:
     words = [
         f"# advise before the referee, at the cost of {table.name}",
         f"`python benchmarks/advise_replay.py {table} --save`; {hardware()}.",
-        "Each study trains on as many samples as that of the table did; truths are the table's.",
+        f"{REPLAYED} {RATES}",
         grid("what | found", summed),
         grid("task | seed | advised | truth | best | steps", cells),
     ]

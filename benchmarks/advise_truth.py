@@ -1,218 +1,140 @@
-"""``steadygrad advise`` where the truth is known: worlds with closed forms, many seeds.
+"""``steadygrad advise`` where the truth is known: whole studies in worlds with closed forms.
 
     python benchmarks/advise_truth.py --save
 
-For each world the whole study is run with every seed: search, trials, words.
-Its claims are compared with the expected losses of ``benchmarks.truth.exact``:
-
-- the interval of a checked batch size covers its true overhead;
-- the recommended batch's true overhead at the stated length;
-- the verdict on the learning rate: "low" or "high" must be worth a tenth of the samples in truth.
+The worlds are those of ``ladder_truth.py``, and a study trains over one length, with about 54
+trainings' worth of work. The truth are the expected losses over that length, where each batch size
+has its best rate to a quarter octave. The best size is the true critical one, or the largest that
+can be tried.
 """
 
 import argparse
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from datetime import date
-from functools import cache
+from itertools import product
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ladder_truth import (
+    BEYOND,
+    STEPS,
+    kind_of,
+    run,
+    rung_row,
+    share,
+    spread,
+    world_of,
+)
 from benchmarks.side_by_side import hardware, save
-from benchmarks.truth import exact
-from benchmarks.truth.compiled import CompiledTrainer, header_of, plan_of, run_study
-from benchmarks.truth.worlds import WORLDS
+from benchmarks.truth.lengths import Lengths
 
-from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import LENGTHS, end_marks, warmup_samples
+from steadygrad.studies.advise.plan import LENGTHS
 
-TOLERANCE = 0.2
 # The largest overhead that is told from larger ones.
-KNOWN = LENGTHS[0] * TOLERANCE
-# Samples of a study, in lengths of its trainings.
-WORK = 64
-REPLICAS = 512
+KNOWN = 0.2 * LENGTHS[0]
 
 
-def study(task: tuple[str, int, int]) -> dict:
+def study(task: tuple[int, int]) -> dict:
     """Runs one study and compares it with the truth."""
-    name, seed, horizon = task
-    world = WORLDS[name]
-    plan = plan_of(world, horizon, seeds=64)
-    header = header_of(world, seed, plan)
-    results = run_study(header, CompiledTrainer(world, seed), WORK * horizon)
+    number, seed = task
+    world = world_of(number)
+    header, results = run(world, seed, world.horizon)
     found, summary = BatchSizes(header, results), summarize(header, results, "budget")
-    batch = summary.recommendation.batch_size
+    truth, size = Lengths.of(world, found.samples), summary.recommendation.batch_size
     return {
-        "world": name,
+        "world": asdict(world),
+        "kind": kind_of(world),
         "seed": seed,
-        "length": found.length,
-        "checks": [check_row(world, found, run) for run in summary.checked],
-        "batch": batch,
-        "best": best_of(world, found),
-        "overhead": overhead_of(world, found, batch) if batch else None,
-        "rates": [rate_row(world, found, rate) for rate in summary.rates],
+        "size": size,
+        "best": min(truth.critical(), found.sizes[-1]),
+        "overhead": truth.at(size) if size else None,
+        **rung_row(world, found),
         "words": [summary.answer, *summary.remarks],
     }
 
 
-def best_of(world, found: BatchSizes) -> int:
-    """The largest batch size whose true overhead is tolerable, below those whose is not."""
-    best = world.batch_size
-    for size in found.plan.arms[1:]:
-        if overhead_of(world, found, size) > TOLERANCE:
-            break
-        best = size
-    return best
+def is_held(pair: list[float]) -> bool:
+    """Whether an interval holds the truth.
 
-
-def check_row(world, found: BatchSizes, run) -> dict:
-    marks = tuple(end_marks(found.length, decays=False))
-    truth = overhead_of(world, found, run.batch_size, marks)
-    return {"size": run.batch_size, "seeds": run.seeds, "low": run.low, "high": run.high} | {
-        "overhead": run.overhead, "truth": truth
-    }  # fmt: skip
-
-
-def overhead_of(world, found: BatchSizes, size: int, marks: tuple[int, ...] = ()) -> float:
-    """True overhead of a batch size over the run with the advised warm-up.
-
-    At its end, or where a measured overhead stands: on the mean over its last evaluations.
+    One that begins at none, or ends beyond what is known, reaches on.
     """
-    warmup = warmup_samples(found.task, found.length, size, tunes=False)
-    return true_overhead(world, size, found.length, warmup, marks=marks)
+    _, _, _, low, high, truth = pair
+    return (low == 0 or min(low, KNOWN) <= truth) and truth <= high
 
 
-@cache
-def true_overhead(
-    world, size: int, length: int, warmup: int, factor: float = 1.0, marks: tuple[int, ...] = ()
-) -> float:
-    """True overhead of a training from scratch; many seeds ask for the same."""
-    top = factor * learning_rate(1.0, size, world.batch_size, world.rule)
-    middles = size * (np.arange(length // size) + 0.5)
-    parts = np.minimum(1.0, middles / warmup) if warmup else np.ones_like(middles)
-    steps = np.full(len(middles), size), world.lr * (1 + (top - 1) * parts)
-    return exact.steps_overhead(world, *steps, length, REPLICAS, marks)
-
-
-def rate_row(world, found: BatchSizes, rate) -> dict:
-    size = rate.batch_size
-    warmup = warmup_samples(found.task, found.length, size, tunes=False)
-    truth = {
-        factor: true_overhead(world, size, found.length, warmup, factor)
-        for factor in (0.5, 1.0, 2.0)
-    }
-    return {"verdict": rate.verdict, "size": size, "truth": truth}
-
-
-def summed(rows: list[dict]) -> list[str]:
-    """A world's row of the table."""
-    checks = [c for row in rows for c in row["checks"]]
-    # An interval that begins at none, or ends beyond what is known, reaches on.
-    covered = [
-        (c["low"] == 0 or min(c["low"], KNOWN) <= c["truth"]) and c["truth"] <= c["high"]
-        for c in checks
-    ]
-    advised = [row["overhead"] for row in rows if row["overhead"] is not None]
-    timid = [2 * row["batch"] <= row["best"] for row in rows if row["batch"]]
-    rates = [rate for row in rows for rate in row["rates"]]
-    verdicts = [rate["verdict"] or "?" for rate in rates]
+def summed(name: str, rows: list[dict]) -> list[str]:
+    """A row of the table."""
+    known = [row for row in rows if row["size"]]
+    octaves = [found - best for row in rows for _, found, best in row["rates"]]
     return [
-        rows[0]["world"],
+        name,
         str(len(rows)),
-        share(covered),
-        share([value <= 0.25 for value in advised]),
-        quantiles(advised),
-        share(timid),
-        " ".join(f"{v} {verdicts.count(v)}" for v in sorted(set(verdicts))),
-        share([r for rate in rates if rate["verdict"] and (r := judged_right(rate)) is not None]),
+        str(len(rows) - len(known)),
+        share([is_held(pair) for row in rows for pair in row["pairs"]]),
+        share([row["overhead"] <= BEYOND for row in known]),
+        spread([row["overhead"] for row in known]),
+        share([2 * row["size"] <= row["best"] for row in known]),
+        spread(octaves),
     ]
-
-
-def judged_right(rate: dict) -> bool | None:
-    """Whether a verdict is not contradicted by the truth; None where the truth reaches no further.
-
-    One that fits wastes no more samples than are tolerated.
-    """
-    own = 1 + rate["truth"][1.0]
-    gains = {factor: own / (1 + rate["truth"][factor]) - 1 for factor in (0.5, 2.0)}
-    if rate["verdict"] == "fits":
-        return max(gains.values()) <= TOLERANCE
-    gain = gains[2.0 if rate["verdict"] == "low" else 0.5]
-    return gain > 0.0 if gain else None
-
-
-def share(flags: list[bool]) -> str:
-    return f"{sum(flags)}/{len(flags)} ({sum(flags) / len(flags):.0%})" if flags else "-"
-
-
-def quantiles(values: list[float]) -> str:
-    if not values:
-        return "-"
-    low, middle, high = np.quantile(np.minimum(values, 3.0), (0.05, 0.5, 0.95))
-    return f"{middle:+.0%} ({low:+.0%} to {high:+.0%})"
 
 
 HEAD = [
-    "world",
-    "seeds",
-    "check's interval covers truth",
-    "advised batch truly <= 25 %",
-    "its true overhead, 5 % to 95 %",
+    "studies",
+    "number",
+    "not known",
+    "interval holds truth",
+    f"advised truly <= {BEYOND:.0%}",
+    "its true overhead",
     "half the best size or less",
-    "learning rate",
-    "verdict right",
+    "rates over the best, octaves",
 ]
 
 
-def page(table: list[list[str]], horizon: int) -> str:
+def table(rows: list[dict]) -> str:
+    """As Markdown."""
+    kinds = {"all": rows} | {row["kind"]: [] for row in rows}
+    for row in rows:
+        kinds[row["kind"]].append(row)
+    lines = [HEAD, ["---"] * len(HEAD), *(summed(name, kind) for name, kind in kinds.items())]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(rows: list[dict]) -> str:
     """The result as a Markdown page."""
-    rows = ["| " + " | ".join(row) + " |" for row in (HEAD, ["---"] * len(HEAD), *table)]
-    return "\n".join(
-        [
-            "# advise where the truth is known",
-            "",
-            (
-                f"`python benchmarks/advise_truth.py --save`, runs of up to {horizon:,} samples, "
-                f"tolerance {TOLERANCE:.0%}; {hardware()}."
-            ),
-            "",
-            *rows,
-            "",
-        ]
+    about = (
+        f"`python benchmarks/advise_truth.py --save`, {len(rows)} studies over {STEPS:,} steps of "
+        f"the smallest batch (Adam: fewer); median and quartiles; {hardware()}."
     )
+    return "\n\n".join(["# advise where the truth is known", about, table(rows)]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=40)
-    parser.add_argument("--worlds", default=",".join(WORLDS))
-    parser.add_argument("--horizon", type=int, default=32768, help="samples of the longest run")
+    parser.add_argument("--worlds", type=int, default=40)
+    parser.add_argument("--first", type=int, default=0, help="number of the first world")
+    parser.add_argument("--seeds", type=int, default=4, help="studies of each world")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", help="file to append every study's row to, as JSON lines")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
-    names = options.worlds.split(",")
-    tasks = [(name, seed, options.horizon) for name in names for seed in range(options.seeds)]
-    found: dict[str, list[dict]] = {name: [] for name in names}
-    table = []
+    numbers = range(options.first, options.first + options.worlds)
+    tasks, rows = [*product(numbers, range(options.seeds))], []
     with ProcessPoolExecutor(options.workers) as pool:
-        for row in pool.map(study, tasks):
-            found[row["world"]].append(row)
+        # Studies of one world share its truth.
+        for row in pool.map(study, tasks, chunksize=options.seeds):
+            rows.append(row)
             if options.rows:
                 with open(options.rows, "a") as file:
                     file.write(json.dumps(row) + "\n")
-            if len(found[row["world"]]) == options.seeds:
-                table.append(summed(found[row["world"]]))
-                print(" | ".join(table[-1]), flush=True)
+    print(table(rows))
     if options.save:
-        save("advise-truth", page(table, options.horizon), date.today().isoformat())
+        save("advise-truth", page(rows), date.today().isoformat())
 
 
 if __name__ == "__main__":

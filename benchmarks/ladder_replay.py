@@ -34,7 +34,7 @@ sixteenth of that where these are {FEW} steps of the smallest batch (none of the
 so that the slope is the prior's). It ends when it is complete, or after about {WORK} times the \
 samples of the longest rung.
 
-**The truth is at the rates of the task's rule; the ladder tunes the rate of each size.** They are \
+**The truth is at the rates of the task's rule; the ladder searches the rates.** They are \
 two questions: where the rule's rates do not suit, the two critical sizes differ at any length. \
 The true size is where the table's overheads exceed {TOLERANCE:.0%} for good, by interpolation in \
 the logarithm of the size, in brackets with {ERRORS:g} standard errors on either side; of "over \

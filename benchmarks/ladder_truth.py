@@ -7,8 +7,8 @@ predicts the critical batch size over 4, 16 or 64 n. The truth is that of the ex
 that length, where each batch size has its best rate to a quarter octave (``tuned``), or the rate by
 the task's rule from the smallest batch's best one (``--rule``).
 
-Rates are constant, as in the worlds that ``advise_truth.py`` has, or fall linearly to zero, as in
-half of the worlds that are drawn. Adam's truth is a mean over replicas: its rungs are shorter.
+Rates are constant, or fall linearly to zero, as in half of the worlds that are drawn. Adam's truth
+is a mean over replicas: its rungs are shorter.
 """
 
 import argparse
@@ -26,9 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
-from benchmarks.advise_truth import share
 from benchmarks.side_by_side import hardware, save
-from benchmarks.truth.compiled import header_of
+from benchmarks.truth.compiled import header_of, run_study
 from benchmarks.truth.lengths import FreshTrainer, Lengths, LongWorld, best_of
 from benchmarks.truth.worlds import WORLDS
 
@@ -36,10 +35,8 @@ from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.growth import rungs_of
 from steadygrad.studies.advise.plan import FEWEST_STEPS, sizes_of
 from steadygrad.studies.advise.schema import Critical, Header, Plan
-from steadygrad.studies.advise.trials import TRIALS
 from steadygrad.studies.folder import Results
 from steadygrad.studies.schema import Training
-from steadygrad.studies.work import Workplace, trials_of
 
 # Steps of the smallest batch over the longest rung, and samples of a study in those of that rung.
 STEPS, ADAM_STEPS, WORK = 4096, 1024, {False: 54, True: 69}
@@ -86,7 +83,7 @@ def drawn(number: int) -> LongWorld:
 
 
 def world_of(number: int) -> LongWorld:
-    """The worlds of the other benchmark, then drawn ones."""
+    """The named worlds, then drawn ones."""
     if number >= len(NAMED):
         return drawn(number - len(NAMED))
     world, decays = NAMED[number]
@@ -104,36 +101,27 @@ def studies(task: tuple[int, int]) -> list[dict]:
     return [study(world, ratios[number % len(ratios)], seed) for seed in range(seeds)]
 
 
-def run_looks(header: Header, trainer: FreshTrainer) -> Results:
-    """As ``run_study``, but all trials of a look before the next is planned."""
-    found, work = Results(), header.plan.work
-    place = Workplace(trainer, lambda samples: None, header)
-    while work > 0 and (trials := trials_of(header, found)):
-        for trial in trials:
-            if work > 0:
-                kind, *values = trial.key
-                work -= trial.cost
-                found.add(TRIALS[kind](header.plan, place, *values))
-    return found
+def share(flags: list[bool]) -> str:
+    return f"{sum(flags)}/{len(flags)} ({sum(flags) / len(flags):.0%})" if flags else "-"
+
+
+def run(world: LongWorld, seed: int, samples: int, **given) -> tuple[Header, Results]:
+    """A study of a training over so many samples; ``given``: what its plan has besides."""
+    n = world.horizon
+    work = WORK[world.decays] * n
+    arms = sizes_of(world.batch_size, n // FEWEST_STEPS, 1)
+    header = header_of(world, seed, Plan(arms=arms, samples=n, seeds=64, work=work, **given))
+    task = msgspec.structs.replace(header.task, lr_decay="linear" if world.decays else "none")
+    settings = replace(header.settings, samples=samples)
+    header = msgspec.structs.replace(header, settings=settings, task=task)
+    return header, run_study(header, FreshTrainer(world, seed), work)
 
 
 def study(world: LongWorld, ratio: int, seed: int) -> dict:
     """Runs one study and compares it with the truth."""
     n = world.horizon
     target = ratio * n
-    plan = Plan(
-        arms=sizes_of(world.batch_size, n // FEWEST_STEPS, 1),
-        samples=n,
-        seeds=64,
-        work=WORK[world.decays] * n,
-        shorter=(n // 16, n // 4),
-        target=target,
-    )
-    header = header_of(world, seed, plan)
-    task = msgspec.structs.replace(header.task, lr_decay="linear" if world.decays else "none")
-    settings = replace(header.settings, samples=target)
-    header = msgspec.structs.replace(header, settings=settings, task=task)
-    results = run_looks(header, FreshTrainer(world, seed))
+    header, results = run(world, seed, target, shorter=(n // 16, n // 4), target=target)
     summary = summarize(header, results, "budget")
     truth, safe = Lengths.of(world, target), summary.recommendation.batch_size
     rungs, _ = rungs_of(header, results)
@@ -183,7 +171,7 @@ def rung_row(world: LongWorld, rung) -> dict:
         "rates": [
             [rung.sizes[arm], step, truth.rates.get(rung.sizes[arm], math.nan) / 4]
             for arm in (0, *rung.pairs)
-            if (step := rung.tuned(arm)) is not None
+            if (step := rung.tuned) is not None
         ],
         "pairs": [
             [rung.sizes[arm], len(pairs), *pairs.overheads, truth.at(rung.sizes[arm])]

@@ -14,7 +14,7 @@ with tempfile.TemporaryDirectory() as folder:
     result = steadygrad.advise(
         make_task(),
         samples=2048,  # of the training that the advice is for
-        seeds=6,  # or leave it away: as many as the budget allows
+        seeds=20,  # or leave it away: as many as the budget allows
         budget="2m",
         threads=1,
         out=Path(folder, "run"),

@@ -29,7 +29,7 @@ def make_task() -> Task:
         make_model,
         counting(0, 4_096),
         valid=counting(4_096, 256),
-        lr=1e-3,  # tuned for batches of 8, by AdamW
+        lr=1e-3,  # for batches of 8, by AdamW; studies search around it
         batch_size=8,
         objective="causal-lm",
     )

@@ -59,7 +59,7 @@ def make_task() -> Task:
         valid=DataLoader(Walks(512, 10_000), batch_size=8, collate_fn=collate),
         make_model=Classifier,
         per_sample_loss=losses,
-        lr=1e-2,  # tuned for batches of 8, by AdamW
+        lr=1e-2,  # for batches of 8, by AdamW; studies search around it
         warmup_samples=400,
         lr_decay="cosine",
     )

@@ -66,7 +66,7 @@ CEILINGS = {
     "cli": 746,
     "integrations": 949,
     "studies": 3312,
-    "studies/advise": 1737,
+    "studies/advise": 1626,
     "studies/compare": 1139,
     "studies/inspect": 1105,
     "studies/ab": 981,

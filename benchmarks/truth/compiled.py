@@ -164,11 +164,16 @@ def header_of(world: World, seed: int, plan: Plan) -> Header:
 
 
 def run_study(header: Header, trainer: Any, work: float) -> Results:
-    """The results of trials that have trained on ``work`` samples."""
+    """The results of trials that have trained on ``work`` samples.
+
+    All trials of a look run before the next is planned.
+    """
     found = Results()
     place = Workplace(trainer, lambda samples: None, header)
     while work > 0 and (trials := trials_of(header, found)):
-        kind, *values = trials[0].key
-        work -= trials[0].cost
-        found.add(TRIALS[kind](header.plan, place, *values))
+        for trial in trials:
+            if work > 0:
+                kind, *values = trial.key
+                work -= trial.cost
+                found.add(TRIALS[kind](header.plan, place, *values))
     return found

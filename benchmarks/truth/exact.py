@@ -1,76 +1,30 @@
-"""Expected losses of a world, and what they say about batch sizes.
+"""Expected losses of a world.
 
 SGD has closed forms: the weights' second moments after a step follow from those before it. Adam
 has none; its expected loss is the mean over many replicas, drawn at once.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from benchmarks.truth.worlds import BETAS, EPS, World, weights_of
+from benchmarks.truth.worlds import BETAS, EPS, World
 from numba import njit
-from scipy.optimize import isotonic_regression
-from torch import nn
-from torch.optim import Optimizer
-
-from steadygrad.noise.schedule import learning_rate
 
 __all__ = [
-    "Critical",
     "Curve",
-    "Start",
-    "critical_batch",
     "expected_curve",
-    "fall_over_spread",
-    "from_scratch_overhead",
-    "overhead",
     "scratch",
-    "start_of",
     "steps_curve",
-    "steps_overhead",
 ]
 
-CAP = 3.0  # an overhead of at least this much is a divergence
-REACH = 1.5  # how far past a length the smallest batch's curve goes
-LEAST_STEPS = 4  # of the largest batch size looked at
 REPLICAS = 256
 CHUNK = 2**22  # random numbers drawn at once
 
-Stages = Sequence[tuple[int, int, float]]
 
-
-@dataclass(frozen=True)
-class Start:
-    """Where training goes on from.
-
-    Attributes:
-        weights: Measured from the best ones, with shape ``(size,)``.
-        first: Adam's average gradient; None for zero.
-        second: Adam's average squared gradient; None for zero.
-        steps: Steps that these averages are of.
-    """
-
-    weights: np.ndarray
-    first: np.ndarray | None = None
-    second: np.ndarray | None = None
-    steps: int = 0
-
-
-def scratch(world: World) -> Start:
-    """The untrained model; by symmetry the signs of its weights change no expected loss."""
-    return Start(world.initial)
-
-
-def start_of(model: nn.Module, optimizer: Optimizer) -> Start:
-    """Where a task's model and optimizer are."""
-    state = optimizer.state.get(model.weight, {})
-    if "exp_avg" not in state:
-        return Start(weights_of(model).copy())
-    first, second = (state[name].double().numpy().copy() for name in ("exp_avg", "exp_avg_sq"))
-    return Start(weights_of(model).copy(), first, second, int(state["step"]))
+def scratch(world: World) -> np.ndarray:
+    """Weights of the untrained model; by symmetry their signs change no expected loss."""
+    return world.initial
 
 
 @dataclass(frozen=True)
@@ -81,37 +35,16 @@ class Curve:
         samples: Ascending, from 0.
         loss: Expected validation loss after them.
         error: Standard error of ``loss``; zero where it is exact.
-        spread: Standard deviation of a single run's loss; zero where it is not known.
     """
 
     samples: np.ndarray
     loss: np.ndarray
     error: np.ndarray
-    spread: np.ndarray
-
-    def at(self, samples: float) -> float:
-        return float(np.interp(samples, self.samples, self.loss))
-
-    def error_at(self, samples: float) -> float:
-        return float(np.interp(samples, self.samples, self.error))
-
-    def samples_at(self, loss: float) -> float:
-        """Samples after which the curve is first as low as a loss; infinite if it never is."""
-        lowest = np.minimum.accumulate(self.loss)
-        if self.error.any():  # the lowest of many noisy losses is too low
-            lowest = isotonic_regression(self.loss, increasing=False).x
-        if not loss >= lowest[-1]:
-            return math.inf if loss < lowest[-1] else 0.0
-        i = int(np.argmax(lowest <= loss))
-        if i == 0:
-            return 0.0
-        part = (lowest[i - 1] - loss) / (lowest[i - 1] - lowest[i])
-        return float(self.samples[i - 1] + part * (self.samples[i] - self.samples[i - 1]))
 
 
 def expected_curve(
     world: World,
-    start: Start,
+    start: np.ndarray,
     batch_size: int,
     lr: float,
     n_steps: int,
@@ -132,7 +65,7 @@ def steps_curve(
 
 def _curve(
     world: World,
-    start: Start,
+    start: np.ndarray,
     batches: np.ndarray,
     rates: np.ndarray,
     replicas: int,
@@ -142,9 +75,9 @@ def _curve(
     multiplicative = world.kind == "regression"
     if world.optimizer == "adam" or simulate:
         mean, spread = _simulated(world, start, batches, rates, replicas)
-        return Curve(samples, mean, spread / math.sqrt(replicas), spread)
+        return Curve(samples, mean, spread / math.sqrt(replicas))
     loss = _moments(
-        start.weights**2,
+        start**2,
         world.curvatures,
         world.covariance,
         world.noise**2,
@@ -152,7 +85,7 @@ def _curve(
         batches,
         rates,
     )
-    return Curve(samples, loss, np.zeros_like(loss), np.zeros_like(loss))
+    return Curve(samples, loss, np.zeros_like(loss))
 
 
 @njit(cache=True)
@@ -179,12 +112,9 @@ def _simulated(world, start, batches, rates, replicas):
     generator = np.random.default_rng([len(batches), int(batches.sum()), replicas])
     shape, steps = (replicas, world.size), len(batches)
     zeros = np.zeros(world.size)
-    state = [
-        np.broadcast_to(zeros if part is None else part, shape).astype(np.float32)
-        for part in (start.weights, start.first, start.second)
-    ]
+    state = [np.broadcast_to(part, shape).astype(np.float32) for part in (start, zeros, zeros)]
     sums = np.zeros((2, steps + 1))
-    sums[0, 0] = float(world.loss(start.weights)) * replicas
+    sums[0, 0] = float(world.loss(start)) * replicas
     sums[1, 0] = sums[0, 0] ** 2 / replicas
     stride = max(1, CHUNK // (replicas * world.size))
     h, roots = (a.astype(np.float32) for a in (world.curvatures, np.sqrt(world.covariance)))
@@ -199,7 +129,7 @@ def _simulated(world, start, batches, rates, replicas):
             squares = (generator.chisquare(freedom, (count, replicas)) / freedom).astype(np.float32)
         _advance(
             *state, h, roots, np.float32(world.noise), world.kind == "regression",
-            world.optimizer == "adam", start.steps + t, batches[part], rates[part], normals,
+            world.optimizer == "adam", t, batches[part], rates[part], normals,
             squares, sums[:, t + 1 : part.stop + 1],
         )  # fmt: skip
     mean = sums[0] / replicas
@@ -256,184 +186,3 @@ def _advance(
             loss = np.float64(noise * noise + total) / 2
             sums[0, t] += loss
             sums[1, t] += loss * loss
-
-
-def _at_size(world: World, start: Start, batch_size: int, length: float, replicas: int) -> Curve:
-    """The curve at the rule's learning rate, over at least a length."""
-    lr = learning_rate(world.lr, batch_size, world.batch_size, world.rule)
-    steps = math.ceil(length / batch_size)
-    more = replicas * min(4, batch_size // world.batch_size)  # its steps are fewer
-    return expected_curve(world, start, batch_size, lr, steps, replicas=more)
-
-
-def base_curve(world: World, start: Start, n: float, replicas: int = REPLICAS) -> Curve:
-    """The smallest batch's curve, somewhat past a length."""
-    return _at_size(world, start, world.batch_size, REACH * n, replicas)
-
-
-def overhead(
-    world: World,
-    start: Start,
-    batch_size: int,
-    n: float,
-    base: Curve | None = None,
-    *,
-    replicas: int = REPLICAS,
-) -> float:
-    """Samples that a batch size wastes in ``n``, as a fraction of what the smallest one needs.
-
-    At least -1/3, which stands for "or less"; infinite where the loss ends above the smallest
-    batch's at a quarter of the length.
-    """
-    base = base or base_curve(world, start, n, replicas)
-    curve = _at_size(world, start, batch_size, n, replicas)
-    return _overhead(base, curve.at(n), n)
-
-
-def _overhead(base: Curve, loss: float, n: float) -> float:
-    if not loss <= base.at(n / (1 + CAP)):
-        return math.inf
-    samples = min(base.samples_at(loss), REACH * n)
-    return n / samples - 1 if samples > n / (1 + CAP) else math.inf
-
-
-@dataclass(frozen=True)
-class Critical:
-    """The critical batch size at one start.
-
-    Attributes:
-        value: In samples; infinite when no batch size of a few steps exceeds the tolerance.
-        error: Standard error of ``log(value)``; zero where it is exact, infinite when not resolved.
-        best: Batch size with the lowest loss at the same length.
-        overheads: Overhead over the best size, by batch size.
-    """
-
-    value: float
-    error: float
-    best: int
-    overheads: dict[int, float]
-
-
-def critical_batch(
-    world: World,
-    start: Start,
-    length: float,
-    tolerance: float = 0.2,
-    *,
-    replicas: int = REPLICAS,
-) -> Critical:
-    """The smallest batch size, above the best one, whose overhead exceeds a tolerance."""
-    base = base_curve(world, start, length, replicas)
-    most, size, low = length / LEAST_STEPS, world.batch_size, {}
-    raw: dict[int, float] = {}
-
-    def look(size: int) -> float:
-        curve = _at_size(world, start, size, length, replicas) if size > world.batch_size else base
-        low[size] = curve.at(length), math.hypot(curve.error_at(length), base.error_at(length))
-        raw[size] = _overhead(base, low[size][0], length)
-        return raw[size]
-
-    while size <= most:
-        if math.isinf(look(size)):
-            break
-        size *= 2
-    best = min(raw, key=lambda size: low[size][0])
-    limit = (1 + tolerance) * (1 + raw[best]) - 1
-    above = next((size for size in sorted(raw) if size > best and raw[size] > limit), None)
-    value, error = math.inf, 0.0
-    if above is not None:
-        below = max(size for size in raw if size < above)
-        # Integers between them; replicas' noise makes the last halvings useless.
-        finest = 1.0 if world.optimizer == "sgd" else max(1.0, below / 16)
-        while above - below > finest:
-            middle = (above + below) // 2
-            below, above = (middle, above) if look(middle) <= limit else (below, middle)
-        slope = min(raw[above], CAP) - raw[below]
-        value = below + (above - below) * (limit - raw[below]) / slope
-        moved = _overhead(base, low[below][0] + low[below][1], length) - raw[below]
-        error = moved / slope * (above - below) / value
-    relative = {
-        size: (1 + raw[size]) / (1 + raw[best]) - 1 if size > best else 0.0 for size in sorted(raw)
-    }
-    return Critical(value, error, best, relative)
-
-
-def fall_over_spread(world: World, start: Start, n: float, replicas: int = 512) -> float:
-    """Fall of the smallest batch's loss over the last three quarters, in one run's deviations."""
-    steps = math.ceil(n / world.batch_size)
-    batches = np.full(steps, world.batch_size, dtype=np.int64)
-    curve = _curve(world, start, batches, np.full(steps, world.lr), replicas, simulate=True)
-    return (curve.at(n / (1 + CAP)) - curve.at(n)) / float(curve.spread[-1])
-
-
-def from_scratch_overhead(
-    world: World,
-    stages: int | Stages,
-    n: float,
-    *,
-    warmup: float = 0.0,
-    replicas: int = REPLICAS,
-) -> float:
-    """Overhead of a whole run over the smallest batch's, both from the untrained model.
-
-    Args:
-        world: The world.
-        stages: A batch size, at the rule's learning rate, or ``(from_samples, batch_size, lr)``
-            for each stage; a stage begins with the first step that starts there or later.
-        n: Length of the run, in samples.
-        warmup: Samples over which the run's learning rates rise in proportion to the samples seen;
-            the smallest batch has none.
-        replicas: Of Adam's.
-    """
-    if isinstance(stages, int):
-        lr = learning_rate(world.lr, stages, world.batch_size, world.rule)
-        stages = [(0, stages, lr)]
-    batches, rates = _steps(stages, n, warmup)
-    curve = _curve(world, scratch(world), batches, rates, replicas)
-    return _overhead(_scratch_curve(world, n, replicas), curve.at(n), n)
-
-
-def steps_overhead(
-    world: World,
-    batches: np.ndarray,
-    rates: np.ndarray,
-    n: float,
-    replicas: int = REPLICAS,
-    marks: Sequence[int] = (),
-) -> float:
-    """Overhead of steps with given batch sizes and learning rates over the smallest batch's run.
-
-    At the end of the run, or on the mean over the first steps that reach each of ``marks``.
-
-    Args:
-        world: The world.
-        batches: Batch size of each step.
-        rates: Learning rate of each step.
-        n: Length of the smallest batch's run, in samples.
-        replicas: Of Adam's.
-        marks: Samples seen.
-    """
-    curve = _curve(world, scratch(world), batches, rates, replicas)
-    base, marks = _scratch_curve(world, n, replicas), marks or (int(curve.samples[-1]),)
-    last = len(curve.samples) - 1
-    ends = sorted({min(int(np.searchsorted(curve.samples, mark)), last) for mark in marks})
-    # A mean over places on a bent curve is not the loss at the mean place.
-    bend = float(np.mean([base.at(mark) for mark in marks])) - base.at(float(np.mean(marks)))
-    loss, places = float(curve.loss[ends].mean()), float(curve.samples[ends].mean())
-    return _overhead(base, loss - bend, places)
-
-
-def _steps(stages: Stages, n: float, warmup: float) -> tuple[np.ndarray, np.ndarray]:
-    """Batch sizes and learning rates of the steps up to a length."""
-    batches, rates, seen = [], [], 0
-    while seen < n:
-        _, size, lr = max(stage for stage in stages if stage[0] <= seen)
-        seen += size
-        batches.append(size)
-        rates.append(lr * (min(1.0, seen / warmup) if warmup else 1.0))
-    return np.array(batches, dtype=np.int64), np.array(rates)
-
-
-@lru_cache(maxsize=64)
-def _scratch_curve(world: World, n: float, replicas: int) -> Curve:
-    return base_curve(world, scratch(world), n, replicas)

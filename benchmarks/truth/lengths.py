@@ -199,11 +199,12 @@ class Lengths:
 def curve_of(world: LongWorld, size: int, samples: int, octaves: int) -> np.ndarray:
     """Expected losses after each step of a training as the study's, by its own number of steps."""
     steps = samples // size
-    warmup = warmup_samples(_AsTask(world), samples, size, tunes=True)
+    warmup = warmup_samples(_AsTask(world), samples, size)
     middles = size * (np.arange(steps) + 0.5)
     parts = np.minimum(1.0, middles / warmup) if warmup else np.ones(steps)
-    top = learning_rate(world.lr, size, world.batch_size, world.rule) * 2.0 ** (octaves / FINE)
-    rates = top * parts * ((1 - middles / samples) if world.decays else 1.0)
+    own = world.lr * 2.0 ** (octaves / FINE)
+    rates = own + (learning_rate(own, size, world.batch_size, world.rule) - own) * parts
+    rates = rates * ((1 - middles / samples) if world.decays else 1.0)
     if world.simulated:
         more = REPLICAS * min(4, size // world.batch_size)
         return steps_curve(world, np.full(steps, size), rates, more).loss

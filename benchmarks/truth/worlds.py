@@ -175,7 +175,7 @@ def _adam(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return Adam(parameters, lr=lr, betas=BETAS, eps=EPS, fused=True)
 
 
-# Rates with the lowest expected loss after the horizon, as `python -m benchmarks.truth.tune` finds.
+# Rates with the lowest expected loss after the horizon, to three digits.
 TUNED = {
     "quadratic": 0.0432,
     "edge": 0.00612,

@@ -4,7 +4,7 @@ Which batch size for my own model?
 
 ``steadygrad.advise`` trains a model at several batch sizes, and says which of them cost more data
 than they are worth. A function of yours makes the task: a model, data loaders, one loss for each
-sample, and the learning rate at your batch size.
+sample, and a learning rate at your batch size, from which the search begins.
 
 Here the model is a perceptron of scikit-learn's handwritten digits, trained by AdamW at its
 default learning rate.
@@ -12,6 +12,7 @@ default learning rate.
 
 import tempfile
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 import torch
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steadygrad
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.schema import Training
 from steadygrad.tasks import Task
 
@@ -59,8 +61,8 @@ def make_task() -> Task:
         make_model=Classifier,
         per_sample_loss=losses,
         make_optimizer=make_adamw,
-        lr=1e-3,  # at the loader's batch size
-        lr_rule="sqrt",  # and so it follows larger ones, as suits Adam
+        lr=1e-3,  # at the loader's batch size: the search begins there
+        lr_rule="sqrt",  # and at larger ones by this rule, as suits Adam
         name="digits",
         sample="image",
     )
@@ -77,7 +79,7 @@ def make_task() -> Task:
 with tempfile.TemporaryDirectory() as folder:
     out = Path(folder, "run")
     result = steadygrad.advise(
-        make_task(), samples=4000, seeds=6, budget="5m", threads=1, out=out, progress=False
+        make_task(), samples=2000, seeds=15, budget="5m", threads=1, out=out, progress=False
     )
     run = read_run(out)  # all that was measured; the folder has report.html as well
 
@@ -90,7 +92,7 @@ print(result)
 #
 # .. code-block:: sh
 #
-#    steadygrad advise digits_task.py:make_task --samples 4000 --budget 5m
+#    steadygrad advise digits_task.py:make_task --samples 2000 --budget 5m
 #
 # which, like ``steadygrad.advise("digits_task.py:make_task")``, can train on several workers.
 
@@ -105,13 +107,13 @@ print(f"batch size {best.batch_size}, learning rate {best.lr:.3g}, over {best.sa
 #   initial weights, each beside one of your own batch size with the same seed. "Needs 10% more
 #   images" is the price of the larger batch: that much more data for the same loss. Up to 20 % is
 #   tolerated, which ``--tolerance`` changes.
-# - *The learning rate ... is too low, so tune it first*: the smallest batch was trained at half
-#   and at twice the rate. If it is too low, larger batches look better than they are, for they come
-#   with larger rates.
+# - The learning rate of the smallest batch was searched, with seeds that no comparison has, and the
+#   others' follow from it by ``lr_rule``. At a rate that is too low a larger batch would look good
+#   for its larger rate alone.
 #
 # On the left is how many more images each batch size needs than the smallest, with its confidence
-# interval; a triangle where that has no end. On the right are the losses at other learning rates,
-# less that at the task's own.
+# interval; a triangle where that has no end. On the right is the search: mean losses of the
+# smallest batch by learning rate.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
 checked = result.summary.checked
@@ -124,13 +126,12 @@ left.axhline(100 * run.header.settings.tolerance, color="0.4", linestyle="--", l
 left.set(xlabel="batch size", ylabel="more images, %", xlim=(-1, len(checked)))
 left.set_xticks(range(len(checked)), [str(found.batch_size) for found in checked])
 left.legend(frameon=False)
-rates = [other for verdict in result.summary.rates[:1] for other in verdict.others]
-for place, other in enumerate(rates):
-    right.plot([place] * 2, [other.low, other.high], "_-", color="C1")
-    right.plot(place, other.mean, "o", color="C1")
-right.axhline(0, color="0.4", linestyle="--", label=f"learning rate {run.header.task.lr:g}")
-right.set(xlabel="learning rate", ylabel="loss, difference", xlim=(-1, len(rates)))
-right.set_xticks(range(len(rates)), [f"{other.lr:g}" for other in rates])
+trainings = run.results.select(Training)
+searched = [training for training in trainings if training.seed in SEEDS]
+rates = sorted({training.lr for training in searched})
+means = [fmean(one.loss for one in searched if one.lr == rate) for rate in rates]
+right.plot(rates, means, "o-", label=f"batch {run.header.plan.arms[0]}")
+right.set(xlabel="learning rate", ylabel="loss", xscale="log")
 right.legend(frameon=False)
 
 # %%
@@ -139,8 +140,7 @@ right.legend(frameon=False)
 
 passes = run.header.plan.samples / run.header.task.train_size
 print(f"length of a run: {passes:.1f} passes over the training data")
-trainings, most = run.results.select(Training), run.header.plan.seeds
-print(f"runs: {len(trainings)}, {most} seeds of a batch size at most")
+print(f"runs: {len(trainings)}, {run.header.plan.seeds} seeds of a batch size at most")
 print(f"largest batch that was trained: {max(found.batch_size for found in checked)} images")
 
 # %%
@@ -155,8 +155,7 @@ print(f"largest batch that was trained: {max(found.batch_size for found in check
 # What to do with the answer
 # --------------------------
 #
-# - If the learning rate is called too low or too high, change ``lr`` and run the study again.
-# - Then train at the batch size and the rate of the first line, with its warm-up.
+# - Train at the batch size and the rate of the first line, with its warm-up.
 # - ``steadygrad advise --budget 1h`` on a task without ``samples_per_second`` plans what that time
 #   allows. Its :doc:`page </advise>` has all that is measured, and :doc:`/tasks` other ways to make
 #   a task.

@@ -29,7 +29,7 @@ class Ladder:
 
     def __init__(self, evidence: Evidence, arm: int, samples: int, start: int = 0) -> None:
         self._evidence, self._arm, self._samples = evidence, arm, samples
-        steps = [start + side for side in NEAR]
+        steps = [max(1 - FARTHEST, min(start, FARTHEST - 1)) + side for side in NEAR]
         while True:
             self.losses = {step: self._loss(step) for step in steps}
             if None in self.losses.values():

@@ -22,7 +22,7 @@ Chosen = TypeVar("Chosen")
 Planned = TypeVar("Planned")
 
 # Version of the folder's format.
-SCHEMA = 5
+SCHEMA = 6
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask", "executor", "pairs", "seeds")
 # Names of the built-in tasks.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.truth import exact
-from benchmarks.truth.exact import critical_batch, expected_curve, overhead, scratch
+from benchmarks.truth.exact import expected_curve, scratch
 from benchmarks.truth.worlds import FAMILIES, train
 
 SMALL = {"size": 6, "horizon": 4 * 1024}
@@ -60,17 +60,3 @@ def test_the_closed_form_is_what_replicas_do(world, size, lr, steps, replicas, d
     room = deviations * drawn.error + 1e-5 * closed.loss
     assert np.all(np.abs(drawn.loss - closed.loss) < room)
     assert drawn.error[-1] < error * closed.loss[-1]
-
-
-@pytest.mark.parametrize("world", [QUADRATIC, REGRESSION], ids=lambda world: world.name)
-def test_the_critical_batch_is_what_trying_every_size_finds(world):
-    start, length = scratch(world), 1024
-    found = critical_batch(world, start, length)
-    raw = {size: overhead(world, start, size, length) for size in range(4, 257)}
-    best = found.best
-    relative = {size: (1 + extra) / (1 + raw[best]) - 1 for size, extra in raw.items()}
-    first = next(size for size in raw if size > best and relative[size] > 0.2)
-    assert first - 1 <= found.value <= first
-    assert found.overheads[best] == 0
-    assert found.overheads[first] == pytest.approx(relative[first])
-    assert found.error == 0

@@ -102,7 +102,8 @@ def test_what_cannot_be_used_is_named_and_nothing_is_written(task, options, mess
 
 
 def test_a_list_is_the_text_of_the_command_line():
-    assert _words([], {"batch_sizes": [32, 64], "tune": True}) == ["--batch-sizes=32,64", "--tune"]
+    given = {"batch_sizes": [32, 64], "keep_half_life": True}
+    assert _words([], given) == ["--batch-sizes=32,64", "--keep-half-life"]
 
 
 def test_a_second_study_at_the_same_time_is_refused(tmp_path):

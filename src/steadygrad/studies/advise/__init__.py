@@ -1,1 +1,1 @@
-"""Which batch size: the noise scale, and sample overheads measured by training."""
+"""Which batch size: extra samples, measured by training, and predicted for longer runs."""

@@ -2,7 +2,7 @@ r"""Batch sizes and learning rates as the results show them: pure functions of t
 
 A batch size over :math:`N` samples is compared with the smallest one over the complete training of
 :math:`N / (1 + t)`. Its overhead is the :math:`t` at which both end with the same loss, found by
-interpolation between the lengths at which the smallest batch's loss is known. The interval are all
+interpolation between the lengths at which the smallest batch's loss is known. The interval has all
 :math:`t` that the paired test does not reject.
 """
 
@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 
 from steadygrad.studies import paired
-from steadygrad.studies.advise.plan import FEWEST_STEPS, LEAST, LENGTHS, lengths_of
-from steadygrad.studies.advise.schema import Critical, OtherRate, Plan, Settings
+from steadygrad.studies.advise.plan import FEWEST_STEPS, LENGTHS, lengths_of
+from steadygrad.studies.advise.schema import Critical, Plan, Settings
 from steadygrad.studies.folder import Results
 from steadygrad.studies.ladder import SEEDS, Ladder
 from steadygrad.studies.paired import FIRST, Evidence, Floats, Prior, interval, looked
 from steadygrad.studies.schema import Training
 
-# Other learning rates at which a batch size is trained: octaves from the rule's.
-RATES = (-1.0, 1.0)
 # A fall that is no larger a part of the loss is a rounding error.
 ROUNDING = 1e-6
 # Multiple of the tolerance that the interval of the overhead must not exceed.
@@ -134,26 +132,6 @@ def shared_variance(others: Iterable[Pairs]) -> Prior:
     return Prior(float(np.median([each.var(ddof=1) for each in tolerated])), FREEDOM)
 
 
-def other_rate(
-    tried: Mapping[int, Training], own: Mapping[int, Training], base: Curves
-) -> OtherRate | None:
-    """Compares trainings at another rate with those at the own one; None before the first look."""
-    seeds = sorted(tried.keys() & own.keys() & base.keys())
-    seeds = seeds[: looked(len(seeds))]
-    if not seeds:
-        return None
-    apart = np.array([tried[seed].loss - own[seed].loss for seed in seeds])
-    mean, low, high, verdict = np.inf, np.inf, np.inf, "not better"
-    if np.isfinite(apart).all():
-        # The smallest batch's fall over the last of the tolerated samples.
-        worth = np.array([base[seed][-2][1] - base[seed][-1][1] for seed in seeds])
-        mean, low, high = map(float, interval(apart))
-        never = interval(apart + worth)[1] > 0
-        verdict = "better" if high < 0 else "not better" if never else ""
-    lr = tried[seeds[0]].lr
-    return OtherRate(lr=lr, seeds=len(seeds), mean=mean, low=low, high=high, verdict=verdict)
-
-
 class BatchSizes(Evidence):
     """Batch sizes beside the smallest one over trainings of one length; a size is an arm.
 
@@ -184,8 +162,6 @@ class BatchSizes(Evidence):
         # Over a shorter length a large batch would take too few steps.
         most = self.samples // FEWEST_STEPS if self.samples < self.plan.samples else math.inf
         self.sizes = tuple(size for size in self.plan.sizes if size <= most)
-        self.tunes = self.settings.tune or self.plan.target > 0
-        self._ladders = dict[int, Ladder]()
         self.weight = max(1, round(self.task.parameters / self.plan.stand_in)) if skipped else 1
 
     def trainings(self, arm: int, samples: int, step: float = 0.0) -> Mapping[int, Training]:
@@ -196,91 +172,53 @@ class BatchSizes(Evidence):
     def spent(self) -> int:
         """Samples of work in whole looks and searches: no order of the trials changes them."""
         pairs = [len(each) for each in self.pairs.values()]
-        ladders = [self.ladder(self.searched(arm)) for arm in range(min(2, len(self.sizes)))]
-        searched = len(SEEDS) * sum(len(one.losses) for one in ladders if one.tuned is not None)
-        reference = max(pairs, default=0) * sum(self.lengths(self.samples))
+        searched = 0 if self.tuned is None else len(SEEDS) * len(self.ladder.losses)
+        reference = max(pairs, default=0) * sum(self.lengths)
         return self.weight * (reference + (sum(pairs) + searched) * self.samples)
 
-    def ladder(self, arm: int) -> Ladder:
-        """The search for an arm's rate; it begins at that of the shorter rung."""
-        if arm not in self._ladders:
-            known = self.below and self.below.tuned(min(arm, len(self.below.sizes) - 1))
-            self._ladders[arm] = Ladder(self, arm, self.length, round(known or 0.0))
-        return self._ladders[arm]
-
-    def searched(self, arm: int) -> int:
-        """The arm whose search an arm's rate waits for.
-
-        On rungs those are the smallest and one near the critical size: a search for each size took
-        more samples than all pairs, and its errors hid their differences.
-        """
-        if not arm or not self.plan.target:
-            return arm
-        near = math.log(self.near or math.sqrt(self.sizes[0] * self.sizes[-1]))
-        arms = range(1, len(self.sizes))
-        return min(arms, key=lambda one: abs(math.log(self.sizes[one]) - near))
-
-    def tuned(self, arm: int) -> float | None:
-        """Octaves of an arm's best rate above the rule's: 0 without a search, None so far.
-
-        Where two arms were searched it is linear in the logarithm of the size between them.
-        """
-        if not self.tunes:
-            return 0.0
-        other = self.searched(arm)
-        ends = self.ladder(0).tuned, self.ladder(other).tuned
-        if arm == other or None in ends:
-            return ends[1]
-        sizes = np.log([self.sizes[one] for one in (0, other)])
-        return float(np.interp(math.log(self.sizes[arm]), sizes, np.array(ends, float)).round(2))
-
     @cached_property
-    def length(self) -> int:
-        """Samples of the trainings: the longest by halves at whose end the loss still falls.
+    def ladder(self) -> Ladder:
+        """The search for the smallest batch's rate; it begins at that of the shorter rung.
 
-        A length that the user gave, or at which rates are tuned, stays unless the loss does not
-        move at all. 0: there is none.
+        The rates of the others follow by the task's rule: where each was searched, the errors of
+        the searches hid the differences of the sizes.
         """
-        samples, batch, tunes = self.samples, self.plan.arms[0], self.tunes
-        stays = tunes or bool(self.settings.samples)
-        while samples:
-            curves = [*self._curves(samples, 0.0).values()]
-            ends = [(curve[0][1], curve[-1][1]) for curve in curves[:FIRST]]
-            if len(ends) < (len(SEEDS) if tunes else FIRST) or not np.isfinite(ends).all():
-                break
-            falls = [first - last for first, last in ends]
-            fall = math.fsum(map(abs, falls) if stays else falls)
-            if fall > ROUNDING * math.fsum(abs(first) for first, _ in ends):
-                break
-            steps = samples // 2 // batch
-            samples = 0 if stays or steps < LEAST else steps * batch
-        return samples
+        return Ladder(self, 0, self.samples, round((self.below and self.below.tuned) or 0.0))
 
-    def lengths(self, samples: int) -> list[int]:
+    @property
+    def tuned(self) -> float | None:
+        """Octaves by which rates are above the task's own; None while they are not known."""
+        return self.ladder.tuned
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the smallest batch's loss does not move at the end of a training."""
+        ends = np.array([(curve[0][1], curve[-1][1]) for curve in self.own.values()])
+        if len(ends) < FIRST or not np.isfinite(ends).all():
+            return False
+        return bool(np.abs(ends[:, 0] - ends[:, 1]).max() <= ROUNDING * np.abs(ends[:, 0]).max())
+
+    @property
+    def lengths(self) -> list[int]:
         """Lengths of the smallest batch's trainings: one passes all, unless its rate decays."""
         decays = self.task.lr_decay != "none"
-        return lengths_of(samples, self.settings.tolerance) if decays else [samples]
-
-    def _curves(self, samples: int, step: float) -> Curves:
-        """The smallest batch's losses at the lengths up to ``samples``, by seed."""
-        rows = [self.trainings(0, length, step) for length in self.lengths(samples)]
-        seeds = sorted(set.intersection(*map(set, rows)))
-        return {seed: [*chain(*(row[seed].curve for row in rows))] for seed in seeds}
+        return lengths_of(self.samples, self.settings.tolerance) if decays else [self.samples]
 
     @cached_property
     def own(self) -> Curves:
-        """The smallest batch's losses, at its own rate or its best one."""
-        step = self.tuned(0)
-        found = {} if step is None else self._curves(self.length, step)
-        return {seed: curve for seed, curve in found.items() if seed not in SEEDS}
+        """The smallest batch's losses at the lengths up to the last, at its best rate, by seed."""
+        if (step := self.tuned) is None:
+            return {}
+        rows = [self.trainings(0, length, step) for length in self.lengths]
+        seeds = sorted(set.intersection(*map(set, rows)) - {*SEEDS})
+        return {seed: [*chain(*(row[seed].curve for row in rows))] for seed in seeds}
 
     @cached_property
     def pairs(self) -> dict[int, Pairs]:
-        """Pairs with the smallest batch, by arm, ascending."""
+        """Pairs with the smallest batch, by arm, ascending; none where its loss does not move."""
         known = dict[int, Pairs]()
-        for arm in range(1, len(self.sizes)):
-            step = self.tuned(arm)
-            runs = {} if step is None else self.trainings(arm, self.length, step)
+        for arm in range(1, 1 if self.is_flat else len(self.sizes)):
+            runs = self.trainings(arm, self.samples, self.tuned or 0.0) if self.own else {}
             if pairs := Pairs.of(runs, self.own, self.settings.tolerance):
                 known[arm] = pairs
         return {
@@ -300,22 +238,20 @@ class BatchSizes(Evidence):
         """The size at which the overhead crosses the tolerance, between two that were compared.
 
         Its interval is from there to there where the ends of the overhead's cross it, without an
-        upper end where no size is surely beyond the tolerance. None where there is no lower one
-        above the smallest size either.
+        upper end where no size is surely beyond the tolerance. None where none passed either.
         """
-        _, mean, low, high = self.overheads
         if self.failed is None:
-            last = int(np.flatnonzero(high <= self.settings.tolerance)[-1])
-            passed = self.sizes[[0, *self.pairs][last]]
+            passed = float(self.sizes[self.passed or 0])
             known = {"batch_size": passed, "low": passed, "high": math.inf}
-            return Critical(samples=self.length, **known) if last else None
+            return Critical(samples=self.samples, **known) if self.passed else None
+        _, mean, low, high = self.overheads
         # A larger size that few pairs left uncertain hides no border below it.
         until = 2 + [*self.pairs].index(self.failed)
         # The part of the way between two sizes, where the larger one's overhead is infinite.
         rows = (mean, 0.5), (high, 0.0), (low, 1.0)
         size, least, most = (self._crossing(row[:until], part) for row, part in rows)
         ends = {"low": min(least, size), "high": max(most, size)}
-        return Critical(samples=self.length, batch_size=size, **ends)
+        return Critical(samples=self.samples, batch_size=size, **ends)
 
     def _crossing(self, overheads: Floats, part: float) -> float:
         """The size from which on the overhead is beyond the tolerance."""
@@ -341,17 +277,3 @@ class BatchSizes(Evidence):
     def advised(self) -> int | None:
         """The arm of the recommended batch size; None where nothing is known."""
         return 0 if self.passed is None and self.failed == 1 else self.passed
-
-    @property
-    def rates(self) -> dict[int, dict[float, OtherRate]]:
-        """For the smallest batch and the recommended one, other learning rates by octave.
-
-        Those without a look are left out.
-        """
-        found = {}
-        for arm in (0, self.advised) if self.advised else (0,):
-            own = self.trainings(arm, self.length)
-            tried = ((step, self.trainings(arm, self.length, step)) for step in RATES)
-            rates = ((step, other_rate(runs, own, self.own)) for step, runs in tried)
-            found[arm] = {step: one for step, one in rates if one is not None}
-        return found

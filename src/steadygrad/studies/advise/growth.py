@@ -97,8 +97,7 @@ class _Line(NamedTuple):
         # By one length it is exact.
         misfit = float(((seen - rows @ (level, slope)) ** 2).sum())
         excess = max(1.0, misfit / max(1, len(lengths) - 1))
-        bend = BEND * at.max() if len(lengths) > 1 else 0.0
-        deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + bend**2)
+        deviation = math.sqrt(excess * covariance[0, 0] + RESIDUAL**2 + (BEND * at.max()) ** 2)
         return cls(samples, float(level), float(slope), deviation, excess <= WIDTH**2)
 
 
@@ -132,10 +131,13 @@ def growth_of(rungs: Sequence[BatchSizes], real: BatchSizes | None) -> Growth | 
         return None
     if plan.stand_in and lengths:
         checked = next((one for one in lengths if one.is_closed), None)
+        why = "stand-in" if real and real.pairs else "unchecked"
         if not _agree(real.critical if real else None, checked):
-            return Growth(samples=plan.target, lengths=tuple(lengths), why="stand-in")
+            return Growth(samples=plan.target, lengths=tuple(lengths), why=why)
     grown = predict(lengths, plan.target, stand_in=STAND_IN if real else 0.0)
-    return replace(grown, costs=tuple(_costs(longest(rungs), grown.predicted)))
+    steps = [one.tuned for one in rungs if one.tuned is not None] or [0.0]
+    costs = tuple(_costs(longest(rungs), grown))
+    return replace(grown, costs=costs, drift=steps[-1] - steps[0])
 
 
 def _agree(real: Critical | None, stand_in: Critical | None) -> bool:
@@ -145,20 +147,22 @@ def _agree(real: Critical | None, stand_in: Critical | None) -> bool:
     return apart <= WIDTH * math.hypot(real.error, stand_in.error, STAND_IN)
 
 
-def _costs(top: BatchSizes, then: Critical | None) -> Iterator[Cost]:
+def _costs(top: BatchSizes, grown: Growth) -> Iterator[Cost]:
     """The predicted overheads of the sizes that were named, or that were compared.
 
     They are those of sizes over the longest rung that are as many times smaller as the critical
     size has grown.
     """
-    now, most = top.critical, LENGTHS[0] * top.settings.tolerance
-    if now is None or then is None:
+    then, most = grown.predicted, LENGTHS[0] * top.settings.tolerance
+    if then is None:
         return
-    sizes, _, *ends = top.overheads
-    least, dearest = np.minimum(ends, most)
+    sizes, _, least, dearest = np.minimum(top.overheads, [[math.inf], [most], [most], [most]])
+    # A larger size costs as much as a smaller one at least.
+    least = np.maximum.accumulate(least)
+    dearest = np.minimum.accumulate(dearest[::-1])[::-1]
+    now = math.log(then.batch_size) + grown.slope * math.log(top.samples / then.samples)
     for size in named_sizes(top.settings) or [top.sizes[arm] for arm in top.pairs]:
-        here = math.log(size * now.batch_size)
-        best, worst = (here - math.log(end) for end in (then.high, then.low))
+        best, worst = (math.log(size) + now - math.log(end) for end in (then.high, then.low))
         found = np.interp(best, sizes, least), np.interp(worst, sizes, dearest, right=most)
         low, high = (float(end) if end < most else math.inf for end in found)
         yield Cost(batch_size=size, low=low, high=high)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from steadygrad.studies.advise.growth import longest, rungs_of
 from steadygrad.studies.advise.schema import Growth, Summary
@@ -68,6 +69,7 @@ def _growth(grown: Growth, samples: str) -> Markup:
         axes.set_yscale("log", base=2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda number, _: show(round(number)))
+            axis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(samples)
         axes.set_ylabel("batch size")
 

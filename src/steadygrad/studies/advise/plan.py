@@ -23,8 +23,6 @@ FEWEST_STEPS, LEAST = 32, 64
 RUNS = {1: 28, 4: 24, 16: 12}
 # Pairs of the sizes between passing and failing for which that is reckoned.
 PAIRS = 12
-# The part of the work that other rates may take.
-OTHER_RATES = 0.15
 # Steps of training below which a study rather has fewer pairs, and the part of them that do.
 FEW, FEWER = 256, 0.4
 # Evaluations at the end of a training, and the parts of it between them: the loss after a single
@@ -79,19 +77,18 @@ def make_plan(
         )
     # Each length of the smallest batch is a training if the rate decays, and else a mark.
     lengths = sum(1 / (1 + times * settings.tolerance) for times in LENGTHS) if decays else 1.0
-    own, largest, tunes = seconds[1], seconds[max(seconds)], settings.tune
+    own, largest = seconds[1], seconds[max(seconds)]
     runs = {**RUNS, 1: RUNS[1] + PAIRS * (lengths - 1)}
-    # Each arm's rate takes about as many trainings as its pairs.
-    one = (1 + tunes) * sum(n * seconds.get(times, largest) for times, n in runs.items())
-    marks = (1 + tunes) * (1 if decays else END_MARKS)
+    one = sum(n * seconds.get(times, largest) for times, n in runs.items())
+    marks = 1 if decays else END_MARKS
     rest = evaluation * marks * (sum(RUNS.values()) + PAIRS * (len(LENGTHS) - 1))
     time = workers * max(0.0, settings.budget - start_up(workers))
     # In too little time for all trainings rather fewer of them than shorter ones.
     fitting = [(time - part * rest) / (part * one) for part in (1.0, FEWER)]
     fewest = FEW * batch_size
-    # What does not fit is predicted from shorter trainings, whose rates are tuned.
+    # What does not fit is predicted from shorter trainings.
     target = samples if samples > max(fitting) or stand_in else 0
-    dearer = (1 + SEARCHES + sum(1 / times for times in SHORTER)) / (1 + tunes)
+    dearer = 1 + SEARCHES + sum(1 / times for times in SHORTER)
     longest = int(max(fitting[0], min(fewest, fitting[1])))
     top = min(samples, int(fitting[1] / dearer)) if target else samples or longest
     length = top // batch_size * batch_size
@@ -100,12 +97,13 @@ def make_plan(
         raise _too_small(settings, need + start_up(workers), own)
     shorter = [length // times // batch_size * batch_size for times in SHORTER]
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
-    arms, seeds = _arms(settings, batch_size, most, world), settings.seeds or MOST
+    arms, seeds = _arms(settings, task, most, world), settings.seeds or MOST
+    work = workers * settings.budget / own
     return Plan(
         arms=arms * (2 if stand_in else 1),
         samples=length,
         seeds=seeds,
-        work=max(1, min(int(workers * settings.budget / own), len(arms) * seeds * length)),
+        work=max(1, int(work if target else min(work, len(arms) * seeds * length))),
         shorter=tuple(n for n in shorter if target and n >= fewest),
         target=target,
         stand_in=stand_in,
@@ -134,15 +132,16 @@ def named_sizes(settings: Settings) -> list[int]:
     return sorted(named or {settings.max_batch} - {0})
 
 
-def _arms(settings: Settings, base: int, most: int, world: int) -> tuple[int, ...]:
+def _arms(settings: Settings, task: Any, most: int, world: int) -> tuple[int, ...]:
     """The task's own batch size, and larger ones that can be used and tried."""
-    named = named_sizes(settings)
-    wrong = named and (named[0] < base or named[-1] == base or any(n % world for n in named))
-    if wrong:
+    named, base, samples = named_sizes(settings), task.batch_size, len(task.train)
+    fits = not named or (base <= named[0] and base < named[-1] <= samples)
+    if not fits or any(n % world for n in named):
         shares = f", as a multiple of {world} processes" * (world > 1)
         raise InputError(
             "--batch-sizes (with commas between them) and --max-batch should be whole numbers, at "
-            f"least Task.batch_size = {base}{shares}, and one of them larger. Found "
+            f"least Task.batch_size = {base}{shares}, one of them larger, and none larger than the "
+            f"{samples:,} samples of Task.train. Found "
             f"{settings.batch_sizes or named[0]!r}. "
             f"Remedy: --batch-sizes {2 * base},{4 * base}, or a smaller Task.batch_size."
         )
@@ -181,8 +180,8 @@ def rate_of(task: Any, size: int, step: float = 0.0) -> float:
     return float(learning_rate(task.lr, size, task.batch_size, task.lr_rule) * 2.0**step)
 
 
-def warmup_samples(task: Any, samples: int, size: int, *, tunes: bool) -> int:
-    """Samples of a warm-up from the task's learning rate to a larger batch's."""
-    if size == task.batch_size or (task.lr_rule == "constant" and not tunes):
+def warmup_samples(task: Any, samples: int, size: int) -> int:
+    """Samples of a warm-up from the smallest batch's learning rate to a larger one's."""
+    if size == task.batch_size or task.lr_rule == "constant":
         return 0
     return int(samples // 16 // task.batch_size * task.batch_size)

@@ -13,7 +13,6 @@ from steadygrad.studies.schema import Count, Finding, NonNegative, Positive, Res
 TOLERANCE = "Extra samples that are acceptable, as a fraction: 0.01 to 1"
 KEEP = "At each batch size keep the half-lives of Adam's second moment and of the weight decay."
 SAMPLES = "Samples of the training that the advice is for. 0 or auto: as many as the budget allows."
-TUNE = "Search the learning rate of each batch size, and compare them at their own best."
 SEEDS = (
     "Most seeds of each batch size: 4, 5, 6, 7, 8, 10, 12, 15 and so on to 64, rounded down. 0 or "
     "auto: as many as the budget allows. With --resume: a higher limit."
@@ -37,7 +36,6 @@ class Settings(schema.CommonSettings):
     keep_half_life: Annotated[bool, Meta(description=KEEP)] = False
     samples: Annotated[int, Meta(ge=0, lt=1 << 62, description=SAMPLES)] = 0
     seeds: Annotated[int, Meta(ge=0, le=64, description=SEEDS)] = 0
-    tune: Annotated[bool, Meta(description=TUNE)] = False
     batch_sizes: Annotated[str, Meta(description=BATCH_SIZES)] = ""
     max_batch: Annotated[int, Meta(ge=0, lt=1 << 62, description=MAX_BATCH)] = 0
     share: Annotated[float, Meta(ge=0, le=100, description=SHARE)] = 0.0
@@ -62,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cost: The budget as a part of what the longer training takes on the same devices.
     """
 
-    arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=128)]
+    arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=4096)]
     samples: Positive
     seeds: Annotated[int, Meta(ge=0, le=64)]
     work: Positive
@@ -197,7 +195,9 @@ class Growth(Finding, frozen=True, tag="growth"):
         slope: Its logarithm grows by this with the logarithm of the length.
         agree: Whether the lengths agree with one slope.
         why: Why nothing is predicted: ``"none"`` (no batch size was surely within or beyond the
-            tolerance), or ``"stand-in"`` (the real model was not seen to agree with the stand-in).
+            tolerance), ``"stand-in"`` (the real model was not seen to agree with the stand-in), or
+            ``"unchecked"`` (it was not tried at any length where the stand-in has a critical size).
+        drift: Octaves by which the best learning rate rose from the shortest length to the longest.
         likely: Settings for the predicted size.
         costs: Predicted ones of batch sizes over ``samples``, ascending.
     """
@@ -208,47 +208,9 @@ class Growth(Finding, frozen=True, tag="growth"):
     slope: float = 0.0
     agree: bool = True
     why: str = ""
+    drift: float = 0.0
     likely: Recommendation | None = None
     costs: tuple[Cost, ...] = ()
-
-
-class OtherRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Validation losses at another learning rate less those at the task's own, by ``seeds`` pairs.
-
-    Attributes:
-        mean: Infinite, as ``low`` and ``high``, where a training diverged.
-        verdict: ``"better"``; ``"not better"``, by as much as the tolerated samples lower the loss;
-            or ``""``: cannot tell.
-    """
-
-    lr: float
-    seeds: int
-    mean: float
-    low: float
-    high: float
-    verdict: str
-
-
-class RateVerdict(Finding, frozen=True, tag="rate"):
-    """Whether the learning rate of a batch size suits a run of ``samples``.
-
-    Attributes:
-        verdict: ``"low"`` or ``"high"`` where another rate is better, ``"fits"`` where none is by
-            as much as the tolerated samples lower the loss, or ``""``: cannot tell.
-        others: Half and twice the rate.
-    """
-
-    verdict: str
-    batch_size: int
-    lr: float
-    samples: int
-    others: tuple[OtherRate, ...]
-
-    @property
-    def better(self) -> OtherRate | None:
-        """The rate that is better; None where no single one is known to be."""
-        which = {"low": max, "high": min}.get(self.verdict)
-        return which(self.others, key=lambda other: other.lr) if which else None
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):
@@ -256,22 +218,23 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
 
     Attributes:
         batch_size: The task's own, with which the others are compared.
+        lr: Of the smallest batch in the trainings that were compared.
+        octaves: The advice's learning rates are the task's times 2 to this power.
         tolerance: Extra samples that are acceptable, as a fraction.
-        findings: The most important first; the recommendation and the rates are among them.
+        findings: The recommendation, and the growth.
         growth: Where the advice is for a longer training than was tried.
         named: Largest batch size that the settings name; 0: they name none.
-        rates: Of the smallest batch, and of the recommended one, as far as they are known.
         checked: The other batch sizes that were compared with the smallest, ascending.
         noise: Gradient noise scales along the reference training; no advice rests on them.
     """
 
     batch_size: int
     lr: float
+    octaves: float = 0.0
     tolerance: float
-    findings: tuple[Recommendation | Growth | RateVerdict, ...]
+    findings: tuple[Recommendation | Growth, ...]
     recommendation: Recommendation
     growth: Growth | None = None
     named: int = 0
-    rates: tuple[RateVerdict, ...]
     checked: tuple[Checked, ...]
     noise: tuple[NoiseAt, ...]

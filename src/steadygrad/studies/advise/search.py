@@ -1,31 +1,26 @@
 """The next trainings of a study: a pure function of the results.
 
-Two searches go on side by side: for the batch size, and for the learning rates. The first has
-precedence until the other has taken less than its part of the samples. It decides by its own
-results, at whole looks alone: neither the number of workers nor an interruption changes which
+It decides at whole looks alone: neither the number of workers nor an interruption changes which
 batch sizes are tried, and with which seeds.
 """
 
 from collections.abc import Iterator
 
-from steadygrad.studies.advise.analysis import RATES, BatchSizes
+from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.growth import RESIDUAL, rungs_of
-from steadygrad.studies.advise.plan import END_MARKS, LENGTHS, OTHER_RATES, PAIRS
+from steadygrad.studies.advise.plan import END_MARKS, LENGTHS
 from steadygrad.studies.advise.schema import Header
 from steadygrad.studies.folder import Results
-from steadygrad.studies.paired import FIRST, looked, next_look
-from steadygrad.studies.schema import Training
+from steadygrad.studies.paired import looked, next_look
 from steadygrad.studies.trials import Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
 # Largest ratio of two sizes between which the one that is sought may be interpolated.
 CLOSE = 2
-# Trainings of the search for the batch size before the others begin.
-EARLY = 9
-
-# Of the work, at most: for a shorter length this times its part, and for the check of a stand-in.
-MORE, CHECK = 1.5, 0.3
+# Of the work, at most: for the critical size over a shorter length this times its part, over the
+# longest, and for the check of a stand-in.
+MORE, LONGEST, CHECK = 1.5, 0.6, 0.3
 
 Wanted = Iterator[tuple[int, int, float, int]]
 """Arm, samples, octaves and seed of trainings."""
@@ -35,27 +30,22 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
     """The trials that can run now, the most useful first."""
     rungs, real = rungs_of(header, results)
     found, trials = rungs[-1], list[Trial]()
-    if found.pairs and not header.task.dependent and not real:
-        cost, what = found.length, f"noise scale over {found.length:,}"
-        trials.append(Trial(("noise", found.length), cost, what, {"step": found.tuned(0)}))
-    if header.plan.target:
-        # A stand-in is checked as soon as it is known at which sizes.
-        order = sorted([*rungs, *([real] if real else [])], key=lambda rung: rung.samples)
-        for rung in order:
-            if not _is_done(rung) and (wanted := [_trial(rung, *one) for one in _sizes(rung)]):
-                return trials + wanted
-        return trials
-    runs = results.select(Training)
-    done, other = sum(run.samples for run in runs), sum(run.samples for run in runs if run.step)
-    behind = other < OTHER_RATES * (done - EARLY * found.length)
-    searches = [_rates(found), _sizes(found)] if behind else [_sizes(found), _rates(found)]
-    return trials + [_trial(found, *one) for search in searches for one in search]
+    if found.pairs and not header.task.dependent and not header.plan.stand_in:
+        cost, what = found.samples, f"noise scale over {found.samples:,}"
+        trials.append(Trial(("noise", found.samples), cost, what, {"step": found.tuned}))
+    rungs = rungs if header.plan.target else []
+    # A stand-in is checked as soon as it is known at which sizes.
+    for rung in sorted([*rungs, *([real] if real else [])], key=lambda rung: rung.samples):
+        if not _is_done(rung) and (wanted := [*_sizes(rung, _border_arm(rung))]):
+            return trials + [_trial(rung, *one) for one in wanted]
+    return trials + [_trial(found, *one) for one in _sizes(found, _next_arm(found))]
 
 
 def _is_done(rung: BatchSizes) -> bool:
     """Whether a length has told what it can or needs to, or has had its part of the work."""
-    plan, own, arm = rung.plan, rung.critical, _next_arm(rung)
-    part = CHECK if rung.skipped else MORE * rung.samples / sum(plan.rungs)
+    plan, own, arm = rung.plan, rung.critical, _border_arm(rung)
+    part = MORE * rung.samples / sum(plan.rungs) if rung.samples < plan.samples else LONGEST
+    part = CHECK if rung.skipped else part
     decided = arm is None and not rung.failed
     # Better than a power of the length fits, and no size between two that are far apart is left.
     known = own is not None and own.error <= RESIDUAL and (arm is None or arm in rung.pairs)
@@ -71,16 +61,10 @@ def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) ->
     return Trial(("training", found.skipped + arm, samples, step, seed), cost * found.weight, what)
 
 
-def _sizes(found: BatchSizes) -> Wanted:
-    """The batch size: visited by strides and by halves, then decided."""
-    if not found.length:
+def _sizes(found: BatchSizes, arm: int | None) -> Wanted:
+    """The batch size that needs a look; the sizes on either side of the border where none does."""
+    if found.is_flat:
         return
-    if not found.tunes and len(found.own) < FIRST:
-        for seed in range(FIRST):
-            yield from _reference(found, seed, 0.0)
-        return
-    arm = _next_arm(found)
-    # All is decided: the sizes on either side of the border become more certain.
     border = [arm for arm in (found.passed, found.failed) if arm is not None]
     border.sort(key=lambda arm: _pairs(found, arm))
     for each in border if arm is None else [arm]:
@@ -90,22 +74,20 @@ def _sizes(found: BatchSizes) -> Wanted:
 def _look(found: BatchSizes, arm: int) -> Wanted:
     """Trainings of an arm and of the smallest batch up to the next look, seed by seed.
 
-    Where rates are tuned and those of the two are not known yet, the trainings that tell.
+    Where the learning rate is not known yet, the trainings that tell.
     """
-    own, best = found.tuned(0), found.tuned(arm)
-    if own is None or best is None:
-        arm = found.searched(0 if own is None else arm)
-        for octave, seed in found.ladder(arm).missing:
-            yield arm, found.length, float(octave), seed
+    if (best := found.tuned) is None:
+        for octave, seed in found.ladder.missing:
+            yield 0, found.samples, float(octave), seed
         return
     for seed in range(_next(found, arm)):
-        yield from _reference(found, seed, own)
-        yield arm, found.length, best, seed
+        yield from _reference(found, seed, best)
+        yield arm, found.samples, best, seed
 
 
 def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
     """The smallest batch's training; of each length, where the rate decays."""
-    return ((0, length, step, seed) for length in found.lengths(found.length))
+    return ((0, length, step, seed) for length in found.lengths)
 
 
 def _pairs(found: BatchSizes, arm: int) -> int:
@@ -135,8 +117,6 @@ def _border_arm(found: BatchSizes) -> int | None:
 
 def _next_arm(found: BatchSizes) -> int | None:
     """The batch size that needs a look: the smallest that would raise the advice."""
-    if found.plan.target:
-        return _border_arm(found)
     sizes, pairs = found.sizes, found.pairs
     good, bad = found.passed or 0, found.failed or len(sizes)
     # As far as it is known yet.
@@ -157,23 +137,3 @@ def _next_arm(found: BatchSizes) -> int | None:
         if left := [arm for arm in group if _next(found, arm)]:
             return min(left)
     return None
-
-
-def _rates(found: BatchSizes) -> Wanted:
-    """Other learning rates, at the smallest batch and then at the recommended one.
-
-    With the seeds that the search for the batch size has used: it must not hang on this one, whose
-    trainings run ahead where there are workers for them.
-    """
-    if len(found.own) < FIRST or found.tunes:
-        return
-    for arm, known in found.rates.items():
-        if len(known) == len(RATES) and any(one.verdict == "better" for one in known.values()):
-            continue
-        there = _pairs(found, arm) if arm else looked(len(found.own))
-        for step in RATES:
-            other = known.get(step)
-            if other is None or not other.verdict:
-                most = min(there, PAIRS, looked(found.plan.seeds))
-                for seed in range(next_look(other.seeds if other else 0, most)):
-                    yield arm, found.length, step, seed

@@ -53,6 +53,12 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
         if not (task.proxy and settings.samples):
             raise
         plan = None
+    if task.start and (plan is None or plan.target):
+        raise InputError(
+            "--samples should fit into the budget where Task.start is given, as growth with the "
+            f"length is known from the initial weights alone. Found {settings.samples:,} that do "
+            "not. Remedy: a longer --budget, or fewer --samples."
+        )
     if plan is None or (plan.target and task.proxy):
         plan = _by_stand_in(settings, trainer, planned, plan)
     if plan.target:
@@ -112,11 +118,6 @@ def _planned(
 
 def _stand_in(trainer: Trainer, settings: schema.Settings) -> Trainer:
     """A trainer of the smaller model that trains the rungs."""
-    if trainer.task.start:
-        raise InputError(
-            "Task.proxy stands in for runs from the initial weights. Found a Task.start as well. "
-            "Remedy: one of them."
-        )
     make_model = trainer.task.proxy or trainer.task.make_model
     task = dataclasses.replace(trainer.task, make_model=make_model, proxy=None)
     found = make_trainer("advise", task, settings, trainer.context)
@@ -135,14 +136,15 @@ def training(
             place.tools["stand-in"] = _stand_in(place.trainer, settings)
         place.tools["stand-in"].micro_batch_size = place.trainer.micro_batch_size
         place = dataclasses.replace(place, trainer=place.tools["stand-in"])
-    size, decays, tunes = plan.arms[own], task.lr_decay != "none", settings.tune or plan.target > 0
-    warmup = planning.warmup_samples(task, samples, size, tunes=tunes)
-    rate = Rate(size, 2.0**step, warmup, samples, 0.0 if tunes else 1.0, stands_for=plan.target)
+    size, decays = plan.arms[own], task.lr_decay != "none"
+    warmup = planning.warmup_samples(task, samples, size)
+    factor = 2.0**step
+    rate = Rate(size, factor, warmup, samples, start=factor, stands_for=plan.target)
     # On the way, the smallest batch's losses at shorter lengths, where no rate decays.
     lengths = [samples] if own or decays else planning.lengths_of(samples, settings.tolerance)
     windows = [planning.end_marks(length, decays=decays) for length in lengths]
-    marks, must_hold = [mark for window in windows for mark in window], not (own or step or tunes)
-    found = place.train(size, samples, seed, rate, marks=marks, must_hold=must_hold)
+    marks = [mark for window in windows for mark in window]
+    found = place.train(size, samples, seed, rate, marks=marks)
     ends, lost = zip(lengths, windows, strict=True), math.isinf(found[-1][1])
     curve = tuple((n, math.inf) if lost else _averaged(found, window) for n, window in ends)
     lr = planning.rate_of(task, size, step)

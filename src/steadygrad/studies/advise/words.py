@@ -5,6 +5,7 @@ import math
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
 from steadygrad.studies.advise.schema import Checked, Summary
+from steadygrad.studies.ladder import FARTHEST
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import plural, show, unfinished
 
@@ -13,12 +14,9 @@ HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict
 
 def answer(s: Summary) -> str:
     """The answer in one sentence; one that hangs on a condition opens with it."""
-    said, then = _advice(s)
-    smallest = (r for r in s.rates if r.batch_size == s.batch_size and r.better)
-    if tune := next(smallest, None):
-        rate = f"The learning rate {tune.lr:.3g} is too {tune.verdict} at batch {tune.batch_size:,}"
-        said = f"{rate}, so tune it first; until then {then or 'no batch size can be advised'}."
-    if s.status in ("interrupted", "failed") and s.recommendation.batch_size:
+    said = _advice(s)
+    known = s.recommendation.batch_size or (s.growth and s.growth.predicted)
+    if s.status in ("interrupted", "failed") and known:
         said = f"Preliminary: {said[0].lower()}{said[1:]}"
     return said
 
@@ -46,7 +44,7 @@ def _digits(number: float, form: str = ",g") -> str:
     return f"{float(f'{number:.2g}'):{form}}"
 
 
-def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
+def _longer(safe: str, found: schema.Growth, s: Summary) -> str:
     """The advice for a longer training than was tried: what is safe, what is likely, the costs."""
     parts = [safe]
     if grown := found.predicted:
@@ -59,9 +57,11 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> tuple[str, str]:
     if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
         extra = f"at least {_extra(cost.low, s)}" if math.isinf(cost.high) else _interval(cost, s)
         samples = f"{extra} more {plural(s.sample)} than batch {s.batch_size:,}"
-        parts.append(f"batch {s.named:,} needs {samples} and {_saved(cost, s)} steps (predicted)")
+        needs = f"batch {s.named:,} needs {samples} and {_saved(cost, s)} steps (predicted)"
+        known = cost.low > 0 or cost.high < math.inf
+        parts.append(needs if known else f"what batch {s.named:,} costs is not known")
     then = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
-    return f"For {_count(found.samples, s)}, {then}.", then
+    return f"For {_count(found.samples, s)}, {then}."
 
 
 def _saved(cost: schema.Cost, s: Summary) -> str:
@@ -81,9 +81,13 @@ def _growth(found: schema.Growth | None, s: Summary) -> str:
     needs = f"surely need more than {_tolerated(s)} more {plural(s.sample)}"
     unknown = f"Which batch size {_count(found.samples, s)} allow is not known:"
     if found.why == "none":
-        said = f"{unknown} at no length did a batch size {needs}; larger sizes or"
+        said = f"{unknown} at no length was a size surely within {_tolerated(s)}, or beyond;"
+    elif found.why == "unchecked":
+        said = (
+            f"{unknown} over no length was the stand-in's known, so the real model was not tried;"
+        )
     elif found.why:
-        said = f"{unknown} the stand-in was not seen to agree with the real model;"
+        said = f"{unknown} the stand-in was not seen to agree with the real model; another one or"
     elif found.predicted and not found.predicted.is_closed:
         count = _count(next(x.samples for x in reversed(found.lengths) if not x.is_closed), s)
         beyond = f"no batch size was surely beyond {_tolerated(s)}"
@@ -98,15 +102,14 @@ def _growth(found: schema.Growth | None, s: Summary) -> str:
     return f"{said} a new run with a longer --budget would tell."
 
 
-def _advice(s: Summary) -> tuple[str, str]:
-    """The advice, and how it is said after a condition; empty where there is none."""
+def _advice(s: Summary) -> str:
     found, base = s.recommendation, f"batch {s.batch_size:,}"
     if found.why == "unmeasured":
-        return "Nothing can be said yet: no batch size was compared with another.", ""
+        return "Nothing can be said yet: no batch size was compared with another."
     if found.why == "flat":
         fall = f"the validation loss of {base} does not fall"
         remedy = "try another Task.lr, more data, or another --budget"
-        return f"No batch size can be advised: {fall}; {remedy}.", ""
+        return f"No batch size can be advised: {fall}; {remedy}."
     samples = _count(found.samples or 0, s)
     size = found.batch_size or s.batch_size
     settings = f"batch {size:,} with learning rate {found.lr or s.lr:.3g}"
@@ -123,37 +126,37 @@ def _advice(s: Summary) -> tuple[str, str]:
     if found.batch_size is None:
         more = "--resume with more --seeds" if s.status == "complete" else "--resume"
         unknown = f"For {samples} it is not known whether a larger batch can be used"
-        return f"{unknown}: {why}; {more} may tell, till then stay at {base}.", f"stay at {base}"
+        return f"{unknown}: {why}; {more} may tell, till then stay at {base}."
     if run:
         saved = 1 - run.steps * (1 + run.overhead) / ((found.samples or 0) // s.batch_size)
         steps = f"{abs(saved):.0%} {'fewer' if saved >= 0 else 'more'} optimizer steps"
         said = f"For {samples}, train at {settings}: it {_needs(run, s)} and {steps} "
-        return said + "for the same loss.", f"train at {settings}"
+        return said + "for the same loss."
     assert larger is not None
     if not larger.beyond:
         why += f", so it is not certain whether it stays within {_tolerated(s)}"
-    return f"For {samples}, stay at {settings}: {why}.", f"stay at {base}"
+    return f"For {samples}, stay at {settings}: {why}."
 
 
 def remarks(s: Summary) -> tuple[str, ...]:
     """At most three more sentences, the most important first."""
-    said = [_growth(s.growth, s), *(_rate(found, s) for found in s.rates)]
+    said = [_growth(s.growth, s)]
+    if s.growth and abs(s.growth.drift) >= 1:
+        way = (
+            f"{'fell' if s.growth.drift < 0 else 'rose'} {_digits(2.0 ** abs(s.growth.drift))}-fold"
+        )
+        whole = f"over {_count(s.growth.samples, s)} another one may be better"
+        said.append(
+            f"From the shortest length to the longest the best learning rate {way}: {whole}."
+        )
+    if abs(s.octaves) >= FARTHEST:
+        rate = f"{s.lr:.3g}, {_digits(2.0**s.octaves)} times the task's"
+        said.append(
+            f"The search for the learning rate of batch {s.batch_size:,} ended at {rate}, the last "
+            "that is tried; another Task.lr would tell whether a better one lies beyond."
+        )
     # A budget is over by design.
     return tuple([*unfinished(s.status.replace("budget", "complete")), *filter(None, said)][:3])
-
-
-def _rate(found: schema.RateVerdict, s: Summary) -> str:
-    lr, where = f"{found.lr:.3g}", f"batch {found.batch_size:,} over {_count(found.samples, s)}"
-    if found.verdict == "fits":
-        return ""
-    if not found.better:
-        pairs = min(other.seeds for other in found.others)
-        unknown = f"Whether the learning rate {lr} fits {where} is not known after {pairs} seeds"
-        return f"{unknown} at half and at twice that rate."
-    best = found.better
-    interval = f"95% confidence interval {-best.high:.2g} to {-best.low:.2g}"
-    lower = f"its validation loss is lower by {-best.mean:.2g} ({interval})"
-    return f"Learning rate {best.lr:.3g} does better than {lr} at {where}: {lower}."
 
 
 def too_little(s: Summary) -> str | None:
@@ -190,10 +193,12 @@ def table(s: Summary) -> Table | None:
     known = dict(zip(sizes, rows, strict=True))
     # Named sizes may be too large for the lengths that were tried, or lie between those.
     known |= {size: (show(size), "–", "–", "not tried", "–", "–") for size in costs.keys() - known}
+    # In the place of the steps over this length.
     predicted = (
-        (*known[size], costs.get(size, "–").replace("more than", ">")) for size in sorted(known)
+        (*known[size][:4], costs.get(size, "–").replace("more than", ">"), known[size][5])
+        for size in sorted(known)
     )
-    return Table(title, (*HEADS, "predicted for your run"), tuple(predicted))
+    return Table(title, (*HEADS[:4], "predicted for your run", HEADS[5]), tuple(predicted))
 
 
 def _verdict(run: Checked, s: Summary) -> str:

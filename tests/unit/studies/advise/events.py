@@ -13,6 +13,7 @@ from steadygrad.studies.advise.plan import end_marks, lengths_of, sizes_of
 from steadygrad.studies.advise.schema import Header, Settings
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.folder import Results
+from steadygrad.studies.ladder import NEAR, SEEDS
 from steadygrad.studies.schema import Key, Result, Training
 from tests.unit.studies import results
 
@@ -28,6 +29,11 @@ def law(samples: float) -> float:
 def slowness(size: float, critical: float) -> float:
     """Samples that a batch size needs, over those of the smallest: the trade-off."""
     return (1 + size / critical) / (1 + SIZES[0] / critical)
+
+
+def slowed(octaves: float, bend: float = 0.3) -> float:
+    """Samples that are needed so far from the best rate, over those at that."""
+    return 1 + bend * octaves**2
 
 
 def within_tolerance(critical: float, tolerance: float = 0.2) -> float:
@@ -73,14 +79,27 @@ def seeds(size: int, count: int = 4, *, spread: float = 0.0, **more: Any) -> lis
     return [training(size, i, **{"noise": spread * (i % 3 - 1), **more}) for i in range(count)]
 
 
+def searches(*sizes: int, best: float = 0.0, **more: Any) -> list[Training]:
+    """Trainings that find so many octaves above the rule's to be the best rate."""
+    return [
+        training(size, seed, step=float(step), slower=slowed(step - best), **more)
+        for size in sizes
+        for step in NEAR
+        for seed in SEEDS
+    ]
+
+
+SEARCHED = searches(SIZES[0])
+
+
 def studied(
     header: Header,
     critical: float = 100.0,
     *,
     lengths: float = 100,
     at_once: int = 8,
-    rates: Mapping[float, float] = MappingProxyType({-1.0: 1.5, 1.0: 1.5}),
     best: Mapping[Any, float] = MappingProxyType({}),
+    bend: float = 0.3,
     sigma: float = 0.001,
     diverging: float = math.inf,
     losses: Callable[[float], float] = law,
@@ -90,12 +109,11 @@ def studied(
 ) -> list[Result]:
     """Results, in order, of a study that trains on about so many lengths, some trials at once.
 
-    Each hangs on nothing but its trial: ``critical`` is the critical batch size. Trainings need
-    ``rates`` times the samples at other rates; or ``best`` has the octaves to the best rate, by
-    batch size. Losses deviate by ``sigma``, and all with a seed by another 0.05. The critical size
-    grows by the power ``growth`` of the length; that of the model for which another one stands in
-    is ``real`` times as large. The best rates fall by ``drift`` octaves with each four times the
-    length.
+    Each hangs on nothing but its trial: ``critical`` is the critical batch size. ``best`` has the
+    octaves to the best rate, by batch size, else 0; ``bend`` is what others cost. Losses deviate by
+    ``sigma``, and all with a seed by another 0.05. The critical size grows by the power ``growth``
+    of the length; that of the model for which another one stands in is ``real`` times as large.
+    The best rates fall by ``drift`` octaves with each four times the length.
     """
 
     def result(key: Key) -> Result:
@@ -105,17 +123,14 @@ def studied(
         others, arm = divmod(arm, len(header.plan.sizes))
         size, own = header.plan.arms[arm], critical * (samples / header.plan.samples) ** growth
         own *= real if others else 1.0
-        slower = slowness(size, own) * rates.get(step, 1.0)
-        if best:
-            away = step - best.get(("real", size) if others else size, best.get(size, 0.0))
-            away += drift * math.log(samples / header.plan.samples, 4)
-            slower = slowness(size, own) * (1 + 0.3 * away**2)
+        away = step - best.get(("real", size) if others else size, best.get(size, 0.0))
+        away += drift * math.log(samples / header.plan.samples, 4)
         error = random.Random(repr(key)).gauss(0, sigma) + random.Random(seed).gauss(0, 0.05)
         made = training(
             size,
             seed,
             samples,
-            slower=slower,
+            slower=slowness(size, own) * slowed(away, bend),
             noise=math.inf if size >= diverging else error,
             step=step,
             decays=header.task.lr_decay != "none",

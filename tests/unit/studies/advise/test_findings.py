@@ -11,19 +11,31 @@ from msgspec.structs import replace
 
 from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.plan import lengths_of
+from steadygrad.studies.advise.growth import longest, rungs_of
 from steadygrad.studies.advise.schema import Noise, Summary
 from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.paired import looked
 from steadygrad.studies.schema import Training
-from tests.unit.studies.advise.events import ARM, SIZES, law, make_header, seeds, studied, training
+from tests.unit.studies.advise.events import (
+    ARM,
+    SEARCHED,
+    SIZES,
+    law,
+    make_header,
+    seeds,
+    studied,
+)
 
 HEADER = make_header()
 
 
 def known(slower, *extra):
     """Evidence of four pairs of sizes that need so many times the samples."""
-    runs = [*seeds(8), *(r for size, slow in slower.items() for r in seeds(size, slower=slow))]
+    runs = [
+        *SEARCHED,
+        *seeds(8),
+        *(r for size, slow in slower.items() for r in seeds(size, slower=slow)),
+    ]
     return BatchSizes(HEADER, Results([*runs, *extra]))
 
 
@@ -51,13 +63,13 @@ def random_record(seed):
     header = make_header(samples, task=task, settings=settings, runtime=runtime, **ladder)
     stop = draw.choice([400, 2000, 1e9, 1e9, 1e9])
     losses = (lambda s: 1 + s / 1e5) if seed % 25 == 3 else lambda s: law(min(s, stop))
-    rates = {rate: 10 ** draw.uniform(-0.4, 0.4) for rate in (-1.0, 1.0)}
     made = studied(
         header,
         10 ** draw.uniform(0.5, 4),
         lengths=draw.choice([2, 20, 60, 60]),
+        best={size: draw.uniform(-1, 2) for size in SIZES},
         # An optimizer that leaves its rate aside.
-        rates={} if seed % 11 == 5 else rates,
+        bend=0.0 if seed % 11 == 5 else 0.3,
         sigma=10 ** draw.uniform(-5, -1.5),
         diverging=draw.choice([math.inf, 16, 64, 256]),
         losses=losses,
@@ -78,10 +90,8 @@ def test_no_finding_contradicts_a_number(first):
     for seed in range(first, first + 20):
         header, results, summary = random_record(seed)
         advised, tolerance = summary.recommendation, summary.tolerance
-        evidence, rows = (
-            BatchSizes(header, results),
-            {run.batch_size: run for run in summary.checked},
-        )
+        evidence = longest(rungs_of(header, results)[0])
+        rows = {run.batch_size: run for run in summary.checked}
         assert summary.findings[0] is advised
         assert [*rows] == sorted(rows)
         for run in summary.checked:
@@ -98,10 +108,10 @@ def test_no_finding_contradicts_a_number(first):
             assert advised.batch_size < min((s for s, r in rows.items() if r.beyond), default=1e9)
             assert not math.isinf(run.loss)
         assert (advised.batch_size is None) == (advised.why != "")
-        assert (advised.why == "flat") == (evidence.length == 0)
-        compared = evidence.length == 0 or evidence.pairs
+        assert (advised.why == "flat") == evidence.is_flat
+        compared = evidence.is_flat or evidence.pairs
         assert (advised.why == "unmeasured") == (not compared)
-        noise = results.get(Noise, evidence.length)
+        noise = results.get(Noise, evidence.samples)
         assert summary.noise == (noise.points if noise else ())
         # A summary is a function of the results, and can be written and read.
         text = dumps(summary.to_dict())
@@ -120,43 +130,9 @@ def assert_words_fit(summary):
     if summary.table:
         advised = [row[0] for row in summary.table.rows if row[3].endswith("advised")]
         assert advised == ([f"{size:,}"] if size else [])
-    # Command and doubt do not stand side by side.
-    assert ("; until then" in summary.answer) == any(
-        r.batch_size == summary.batch_size and r.better for r in summary.rates
-    )
-    preliminary = summary.status in ("interrupted", "failed") and size is not None
+    known = size is not None or (summary.growth and summary.growth.predicted)
+    preliminary = summary.status in ("interrupted", "failed") and bool(known)
     assert summary.answer.startswith("Preliminary") == preliminary
-
-
-@pytest.mark.parametrize("decays", [False, True])
-@pytest.mark.parametrize(
-    ("stop", "length"),
-    # The first of a length's three losses is that of the length over 1.6.
-    [(2700, 4096), (2000, 2048), (500, 512), (200, 0)],
-)
-def test_the_length_is_halved_until_the_loss_falls_at_its_end(stop, length, decays):
-    def losses(place):
-        """Falls, and rises a little after ``stop``."""
-        return law(min(place, stop)) + 2e-6 * max(0.0, place - stop)
-
-    task = {"lr_decay": "linear" if decays else "none"}
-
-    def length_of(*lengths, count=4, **settings):
-        runs = [
-            training(8, seed, samples, decays=decays, losses=losses)
-            for seed in range(count)
-            for n in lengths
-            for samples in (lengths_of(n, 0.2) if decays else [n])
-        ]
-        return BatchSizes(make_header(task=task, settings=settings), Results(runs)).length
-
-    assert length_of(4096, 2048, 1024, 512) == length
-    # With the longest alone, the next is wanted.
-    assert length_of(4096) == (4096 if length == 4096 else 2048)
-    # Three seeds tell nothing yet, and a length that was given stays.
-    assert length_of(4096, 2048, 1024, 512, count=3) == length_of(4096, samples=4096) == 4096
-    # A plan of fewer steps than any training should have is no loss that does not fall.
-    assert BatchSizes(make_header(32), Results([])).length == 32
 
 
 @pytest.mark.parametrize(
@@ -199,9 +175,15 @@ def test_an_evaluation_that_falls_in_no_training_is_not_judged():
     runs = known({16: 1.1}).results
     least = min(run.loss for run in runs if not run.seed)
     runs.add(replace(runs.select(Training)[1], seed=1, loss=least - 1))  # begins elsewhere
-    for first, start, rises in [(least, "", 1), (least, "Task.start", 0), (least + 1e-9, "", 0)]:
-        task = replace(HEADER.task, provenance={start: ""})
-        summary = summarize(replace(HEADER, task=task, first_value=first), runs, "budget")
+    stand_in = replace(HEADER, plan=replace(HEADER.plan, arms=SIZES * 2, stand_in=40))
+    start = replace(HEADER, task=replace(HEADER.task, provenance={"Task.start": ""}))
+    for header, above, rises in [
+        (HEADER, 0, 1),
+        (HEADER, 1e-9, 0),
+        (start, 0, 0),
+        (stand_in, 0, 0),
+    ]:
+        summary = summarize(replace(header, first_value=least + above), runs, "budget")
         assert (summary.answer == summary.rise, summary.checked == ()) == (rises, rises)
 
 
@@ -209,7 +191,7 @@ def test_an_evaluation_that_falls_in_no_training_is_not_judged():
 def test_half_lives(optimizer, keep):
     task = {"optimizer": optimizer, "weight_decay": 0.1, "beta2": 0.95}
     header = make_header(task=task, settings={"keep_half_life": keep})
-    events = Results([*seeds(8), *seeds(32, slower=1.1)])
+    events = Results([*SEARCHED, *seeds(8), *seeds(32, slower=1.1)])
     advice = summarize(header, events, "complete").recommendation
     assert advice.batch_size == 32
     size = 8 if keep else 32

@@ -46,8 +46,7 @@ def test_it_is_the_posterior(rungs, prior, monkeypatch):
     mean, deviation = over_a_grid(rungs, prior)
     # The grid is 0.005 wide.
     assert math.log(found.predicted.batch_size) == pytest.approx(mean, abs=1e-3)
-    # By one length the prior is all that is known of the slope.
-    bend = BEND * math.log(N / rungs[-1].samples) if len(rungs) > 1 else 0.0
+    bend = BEND * math.log(N / rungs[-1].samples)
     half = 1.96 * math.hypot(deviation, RESIDUAL, bend)
     assert math.log(found.predicted.high / found.predicted.batch_size) == pytest.approx(
         half, rel=1e-3

@@ -1,4 +1,4 @@
-"""What a batch size or a learning rate costs, by pairs of whole trainings."""
+"""What a batch size costs, by pairs of whole trainings."""
 
 import math
 
@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from steadygrad.studies.advise.analysis import Pairs, other_rate
-from steadygrad.studies.advise.findings import summarize
+from steadygrad.studies.advise.analysis import Pairs
 from steadygrad.studies.advise.plan import lengths_of
-from steadygrad.studies.folder import Results
-from tests.unit.studies.advise.events import LENGTH, make_header, seeds, training
+from tests.unit.studies.advise.events import LENGTH, training
 
 
 def power_law(place):
@@ -81,49 +79,3 @@ def test_the_tolerance_itself_is_tolerable(tolerance):
     at = [pairs(times * tolerance, **known) for times in (1.0, 1.25)]
     assert [found.overheads[0] for found in at] == [tolerance, 1.25 * tolerance]
     assert [(found.passed, found.failed) for found in at] == [(True, False), (False, True)]
-
-
-@pytest.mark.parametrize(
-    ("loss", "found"), [(0.95, "better"), (0.8, "better"), (0.999, "better"), (1.0, "not better")]
-)
-def test_a_better_rate_has_to_be_worth_the_last_of_the_tolerated_samples(loss, found):
-    curves = {seed: [(100, 1.9), (200, 1.1), (300, 1.0)] for seed in range(4)}
-    own, tried = (dict(enumerate(seeds(8, losses=lambda place, x=x: x))) for x in (1.0, loss))
-    assert other_rate(tried, own, curves).verdict == found
-
-
-LOST = seeds(8, step=1.0, noise=math.inf)
-
-
-@pytest.mark.parametrize(
-    ("half", "twice", "spread", "verdict"),
-    [
-        (1.5, 0.6, 0.0, "low"),
-        (0.6, 1.5, 0.0, "high"),
-        (1.5, 1.5, 0.0, "fits"),
-        # Better by less than the tolerated samples are worth, but not surely better.
-        (1.5, 0.97, 0.003, "fits"),
-        (1.5, 0.6, 0.05, ""),
-        (30.0, 1.0, 0.05, ""),  # half of it is not better, for sure
-        # Where both are better, nothing is known of the best.
-        (0.6, 0.6, 0.0, ""),
-        (1.5, None, 0.0, "fits"),
-        (0.6, None, 0.0, "high"),
-    ],
-)
-def test_half_and_twice_the_rate(half, twice, spread, verdict):
-    runs = [*seeds(8), *seeds(8, step=-1.0, slower=half, spread=spread)]
-    runs += seeds(8, step=1.0, slower=twice, spread=spread) if twice else LOST
-    # Half of a verdict, and those of a size that is not advised, are none.
-    runs += [*seeds(12, slower=1.1), *seeds(16, slower=1.5)]
-    runs += [*seeds(12, step=-1.0, slower=1.6), *seeds(16, step=-1.0), *seeds(16, step=1.0)]
-    (found,) = summarize(make_header(), Results(runs), "budget").rates
-    assert found.verdict == verdict
-    assert [other.lr for other in found.others] == [0.0005, 0.002]
-    assert (found.batch_size, found.lr, found.samples) == (8, 0.001, LENGTH)
-    best = {"low": 0.002, "high": 0.0005}.get(verdict)
-    assert (found.better and found.better.lr) == best
-    assert math.isinf(found.others[1].mean) == (twice is None)
-    both = [*runs, *seeds(12, step=1.0, slower=0.7)]
-    rates = summarize(make_header(), Results(both), "budget").rates
-    assert [(rate.batch_size, rate.verdict) for rate in rates] == [(8, verdict), (12, "low")]

@@ -23,7 +23,6 @@ from steadygrad.studies.advise.plan import (
     sizes_of,
 )
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.trials import start_up
 from steadygrad.studies.work import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
@@ -47,7 +46,7 @@ def task_of(batch_size, train_size, *, decays=False):
 
 def plan_of(budget, speed=SPEED, **given):
     """The plan of a task whose batches of all sizes take as long a sample."""
-    named = ("samples", "tune", "batch_sizes", "max_batch")
+    named = ("samples", "batch_sizes", "max_batch")
     settings = Settings(budget=budget, **{n: given.pop(n) for n in named if n in given})
     sizes = {"batch_size": 8, "train_size": 180_000, "decays": False}
     task = task_of(**{n: given.pop(n, default) for n, default in sizes.items()})
@@ -84,13 +83,11 @@ def test_sizes_that_can_be_tried(base, most, world, sizes):
     assert sizes_of(base, most, world) == sizes
 
 
-@pytest.mark.parametrize("tune", [False, True])
 @pytest.mark.parametrize("decays", [False, True])
-def test_what_does_not_fit_is_predicted_from_shorter_lengths(decays, tune):
-    known = {"decays": decays, "tune": tune}
-    fitting = plan_of(300, samples=4000, **known)
+def test_what_does_not_fit_is_predicted_from_shorter_lengths(decays):
+    fitting = plan_of(300, samples=4000, decays=decays)
     assert (fitting.rungs, fitting.target) == ((4000,), 0)
-    plan = plan_of(3000, samples=5_000_000, **known)
+    plan = plan_of(3000, samples=5_000_000, decays=decays)
     *shorter, longest = plan.rungs
     assert (plan.target, longest) == (5_000_000, plan.samples)
     assert [round(longest / n) for n in shorter] == [16, 4]
@@ -98,7 +95,7 @@ def test_what_does_not_fit_is_predicted_from_shorter_lengths(decays, tune):
     # All trainings together fit: some four at three sizes, and the searches for their rates.
     assert 35 < plan.work / longest < 60 * (2 if decays else 1)
     # Too short ones are left out.
-    assert plan_of(300, samples=5_000_000, **known).shorter == ()
+    assert plan_of(300, samples=5_000_000, decays=decays).shorter == ()
 
 
 def test_a_share_of_the_run_stands_for_a_budget():
@@ -112,7 +109,7 @@ def test_a_share_of_the_run_stands_for_a_budget():
     [
         ({"batch_sizes": "256, 16,64"}, (8, 16, 64, 256)),
         # Those that are too large for a length are predicted from all that are smaller.
-        ({"batch_sizes": "8,1000000", "train_size": 40}, (8, 12, 16, 24, 32)),
+        ({"batch_sizes": "8,1000", "samples": 1280}, (8, 12, 16, 24, 32)),
         ({"max_batch": 24}, (8, 12, 16, 24)),
     ],
 )
@@ -129,6 +126,7 @@ def test_sizes_that_the_user_can_use(named, arms):
         {"batch_sizes": "16;32"},
         {"batch_sizes": "-8"},
         {"max_batch": 4},
+        {"max_batch": 180_001},
     ],
 )
 def test_sizes_that_cannot_be_used_are_refused(named):
@@ -281,33 +279,31 @@ def test_the_learning_rate_decays_over_the_length_that_is_trained(monkeypatch):
     assert run.curve == ((256, run.loss),)
 
 
-def test_a_training_that_diverges_is_a_result_but_at_the_tasks_own_settings():
+def test_a_training_that_diverges_is_a_result():
     place = place_of(diverging_above())
     run = train(place, 64, 1024)
     assert (run.loss, run.curve) == (math.inf, ((1024, math.inf),))
-    # At another rate too, and then at each of the smallest batch's lengths.
-    lost = train(place, 4, 1024, step=4.0)
-    assert [loss for _, loss in lost.curve] == [math.inf] * 3
-    place = place_of(diverging())
-    with pytest.raises(Diverged, match=r"Task\.lr"):
-        train(place, 4, 1024)
-    # Where rates are searched, the task's own is one of many.
-    place.header = make_header(settings=Settings(task="tiny", tune=True))
-    assert math.isinf(train(place, 4, 1024).loss)
+    # At each of the smallest batch's lengths, and at the task's own rate: that is one of many.
+    for factory, step in ((diverging_above, 4.0), (diverging, 0.0)):
+        lost = train(place_of(factory()), 4, 1024, step=step)
+        assert [loss for _, loss in lost.curve] == [math.inf] * 3
 
 
-@pytest.mark.parametrize(("tune", "factors"), [(False, [1.125, 1.375]), (True, [0.25, 0.75])])
-def test_a_larger_batch_warms_up_from_the_tasks_rate_or_from_0(place, monkeypatch, tune, factors):
+@pytest.mark.parametrize("octaves", [0.0, -1.0])
+@pytest.mark.parametrize(("size", "factors"), [(4, [1, 1, 1]), (16, [1.125, 1.375, 2])])
+def test_a_larger_batch_warms_up_from_the_smallest_ones_rate(
+    place, monkeypatch, size, factors, octaves
+):
     rates, step = [], place.trainer.step
-    place.header = make_header(settings=Settings(task="tiny", tune=tune))
 
     def watched(*batch):
         rates.append(place.trainer.optimizer.param_groups[0]["lr"])
         return step(*batch)
 
     monkeypatch.setattr(place.trainer, "step", watched)
-    train(place, 16, 1024)
-    assert [*rates[:2], rates[-1]] == pytest.approx([0.001 * factor for factor in (*factors, 2.0)])
+    train(place, size, 1024, step=octaves)
+    own = 0.001 * 2**octaves
+    assert [*rates[:2], rates[-1]] == pytest.approx([own * factor for factor in factors])
 
 
 def test_the_noise_scale_is_that_of_the_reference_training(place):
