@@ -37,6 +37,7 @@ def summarize(header: Header, results: Results, status: str) -> Summary:
         study="advise",
         status=status,
         task=header.task.name,
+        stand_in=header.plan.stand_in,
         sample=header.task.sample,
         batch_size=header.plan.arms[0],
         lr=rate_of(header.task, header.plan.arms[0], found.tuned or 0.0),

@@ -70,6 +70,7 @@ def make_plan(
             f"Expected at least {4 * batch_size} training samples, 4 batches of {batch_size}. "
             f"Found {train_size}. Remedy: a smaller Task.batch_size or more data."
         )
+    _check_sizes(settings, task, world)
     if samples and samples < least:
         raise InputError(
             f"--samples should be at least {least}, {least // batch_size} steps of {batch_size}. "
@@ -97,7 +98,7 @@ def make_plan(
         raise _too_small(settings, need + start_up(workers), own)
     shorter = [length // times // batch_size * batch_size for times in SHORTER]
     most = min(length // FEWEST_STEPS, train_size, MAX_MULTIPLE * batch_size)
-    arms, seeds = _arms(settings, task, most, world), settings.seeds or MOST
+    arms, seeds = _arms(settings, batch_size, most, world), settings.seeds or MOST
     work = workers * settings.budget / own
     return Plan(
         arms=arms * (2 if stand_in else 1),
@@ -132,8 +133,7 @@ def named_sizes(settings: Settings) -> list[int]:
     return sorted(named or {settings.max_batch} - {0})
 
 
-def _arms(settings: Settings, task: Any, most: int, world: int) -> tuple[int, ...]:
-    """The task's own batch size, and larger ones that can be used and tried."""
+def _check_sizes(settings: Settings, task: Any, world: int) -> None:
     named, base, samples = named_sizes(settings), task.batch_size, len(task.train)
     fits = not named or (base <= named[0] and base < named[-1] <= samples)
     if not fits or any(n % world for n in named):
@@ -145,6 +145,11 @@ def _arms(settings: Settings, task: Any, most: int, world: int) -> tuple[int, ..
             f"{settings.batch_sizes or named[0]!r}. "
             f"Remedy: --batch-sizes {2 * base},{4 * base}, or a smaller Task.batch_size."
         )
+
+
+def _arms(settings: Settings, base: int, most: int, world: int) -> tuple[int, ...]:
+    """The task's own batch size, and larger ones that can be used and tried."""
+    named = named_sizes(settings)
     if settings.batch_sizes and (fitting := [size for size in named if base < size <= most]):
         return base, *fitting
     # Named ones that are all too large for these lengths are predicted from smaller ones.

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from steadygrad._checks import InputError
 from steadygrad.studies import schema
 from steadygrad.studies.schema import Count, Finding, NonNegative, Positive, Result, Training
 
@@ -42,7 +43,15 @@ class Settings(schema.CommonSettings):
 
     def timed(self, speed: float) -> "Settings":
         """With the budget that the share stands for, at so many samples a second of all trials."""
-        return replace(self, budget=self.share * self.samples / speed) if self.share else self
+        if not self.share:
+            return self
+        if not self.samples or self.budget != schema.CommonSettings.budget:
+            found = f"--budget {self.budget:g}s as well" if self.samples else "no --samples"
+            raise InputError(
+                "--share is a part of the time that --samples take, in place of --budget. Found "
+                f"{found}. Remedy: --samples with one of the two."
+            )
+        return replace(self, budget=self.share * self.samples / speed)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +232,7 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
         tolerance: Extra samples that are acceptable, as a fraction.
         findings: The recommendation, and the growth.
         growth: Where the advice is for a longer training than was tried.
+        stand_in: Parameters of the model that trained the rungs in the real one's place; 0: none.
         named: Largest batch size that the settings name; 0: they name none.
         checked: The other batch sizes that were compared with the smallest, ascending.
         noise: Gradient noise scales along the reference training; no advice rests on them.
@@ -235,6 +245,7 @@ class Summary(schema.Summary, frozen=True, kw_only=True):
     findings: tuple[Recommendation | Growth, ...]
     recommendation: Recommendation
     growth: Growth | None = None
+    stand_in: int = 0
     named: int = 0
     checked: tuple[Checked, ...]
     noise: tuple[NoiseAt, ...]

@@ -34,11 +34,6 @@ MICRO_BATCHES, POINTS = 2, (1 / 16, 1 / 4, 1 / 2, 1)
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
     """The longest training whose batch sizes can be told apart in the budget."""
     task = trainer.task
-    if settings.share and not settings.samples:
-        raise InputError(
-            "--share is a part of what --samples take. Found no --samples. Remedy: --samples, or "
-            "--budget in place of --share."
-        )
     if 0 < settings.seeds < FIRST:
         raise InputError(
             f"--seeds should be at least {FIRST}, or 0. Found {settings.seeds}. "
@@ -60,7 +55,7 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
             "not. Remedy: a longer --budget, or fewer --samples."
         )
     if plan is None or (plan.target and task.proxy):
-        plan = _by_stand_in(settings, trainer, planned, plan)
+        plan = _by_stand_in(settings, trainer, planned)
     if plan.target:
         plan = replace(plan, cost=workers * settings.budget * speed / plan.target)
     if task.warmup_samples > (plan.target or plan.samples):
@@ -72,10 +67,8 @@ def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, worke
     return plan
 
 
-def _by_stand_in(
-    settings: schema.Settings, trainer: Trainer, planned: Callable[..., Plan], plan: Plan | None
-) -> Plan:
-    """The plan in which a stand-in trains the rungs; the other where its check takes too long."""
+def _by_stand_in(settings: schema.Settings, trainer: Trainer, planned: Callable[..., Plan]) -> Plan:
+    """The plan in which a stand-in trains the rungs."""
     try:
         other = _stand_in(trainer, settings)
         other.check_task()
@@ -84,12 +77,7 @@ def _by_stand_in(
         raise
     parameters = sum(p.numel() for p in other.model.parameters())
     own = measured_speed(other, trainer.task.batch_size)
-    try:
-        return planned(other, own=own, stand_in=parameters)
-    except InputError:
-        if plan is None:
-            raise
-        return plan
+    return planned(other, own=own, stand_in=parameters)
 
 
 def _planned(

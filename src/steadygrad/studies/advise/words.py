@@ -36,7 +36,8 @@ def planned(header: schema.Header) -> tuple[str, ...]:
         said += (
             f", a model with {_digits(100 * plan.stand_in / task.parameters)}% of the parameters"
         )
-    return (f"{said}. That takes {_digits(100 * plan.cost)}% of the whole training's time.",)
+    minutes, share = _digits(header.settings.budget / 60), _digits(100 * plan.cost)
+    return (f"{said}. That takes {minutes} minutes, {share}% of the whole training's time.",)
 
 
 def _digits(number: float, form: str = ",g") -> str:
@@ -54,12 +55,13 @@ def _longer(safe: str, found: schema.Growth, s: Summary) -> str:
             sizes, ends = f"batch {size} or more", f"{low} or more"
         interval = f"predicted, 95% confidence interval {ends}"
         parts.append(f"{sizes} is likely within {_tolerated(s)} ({interval})")
-    if s.named and (cost := next((c for c in found.costs if c.batch_size == s.named), None)):
+    cost = next((c for c in found.costs if c.batch_size == s.named), None)
+    if s.named and (cost is None or (cost.low == 0 and math.isinf(cost.high))):
+        parts.append(f"what batch {s.named:,} costs is not known")
+    elif cost and s.named:
         extra = f"at least {_extra(cost.low, s)}" if math.isinf(cost.high) else _interval(cost, s)
         samples = f"{extra} more {plural(s.sample)} than batch {s.batch_size:,}"
-        needs = f"batch {s.named:,} needs {samples} and {_saved(cost, s)} steps (predicted)"
-        known = cost.low > 0 or cost.high < math.inf
-        parts.append(needs if known else f"what batch {s.named:,} costs is not known")
+        parts.append(f"batch {s.named:,} needs {samples} and {_saved(cost, s)} steps (predicted)")
     then = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
     return f"For {_count(found.samples, s)}, {then}."
 
@@ -184,7 +186,7 @@ def table(s: Summary) -> Table | None:
         verdict, counts = f"{_verdict(run, s)}{note}", (show(run.steps), show(run.seeds))
         rows.append((show(size), show(run.lr), extra, verdict, *counts))
     warmup = max(run.warmup_samples for run in s.checked)
-    title = f"{s.task} over {found.samples:,} {samples}"
+    title = f"{'a stand-in of ' if s.stand_in else ''}{s.task} over {found.samples:,} {samples}"
     title += f"; larger batches warmed up over {warmup:,} {samples}" * (warmup > 0)
     costs = {cost.batch_size: _interval(cost, s) for cost in s.growth.costs} if s.growth else {}
     if not costs:

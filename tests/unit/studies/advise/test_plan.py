@@ -102,6 +102,10 @@ def test_a_share_of_the_run_stands_for_a_budget():
     settings = Settings(samples=100_000, share=0.1)
     assert settings.timed(500.0).budget == pytest.approx(20)
     assert Settings(samples=100_000, budget=7).timed(500.0).budget == 7
+    # Not beside one, and of a length alone.
+    for wrong in ({"samples": 100_000, "budget": 7}, {}):
+        with pytest.raises(InputError, match="--share"):
+            Settings(share=0.1, **wrong).timed(500.0)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +134,9 @@ def test_sizes_that_the_user_can_use(named, arms):
     ],
 )
 def test_sizes_that_cannot_be_used_are_refused(named):
-    with pytest.raises(InputError, match="--batch-sizes"):
-        plan_of(3000, **named)
+    for budget in (3000, 1):  # what is too little for anything is said after that
+        with pytest.raises(InputError, match="--batch-sizes"):
+            plan_of(budget, **named)
     with pytest.raises(InputError, match="--batch-sizes"):
         plan_of(3000, world=3, batch_size=3, batch_sizes="16")
 

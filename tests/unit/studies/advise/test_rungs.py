@@ -172,6 +172,9 @@ def test_a_stand_in_that_agrees_predicts_for_the_real_model():
     found = summarize(header, Results(made), "complete")
     alone, others = usual()
     own = summarize(alone, Results(others), "complete")
+    assert (found.stand_in, own.stand_in) == (40, 0)
+    assert found.table.title != own.table.title
+    assert all(isinstance(one, Training) for one in made)  # no noise scale is measured
     # The same lengths say it, a little less surely.
     assert found.growth.predicted.low < own.growth.predicted.low
     assert found.growth.predicted.high > own.growth.predicted.high

@@ -77,6 +77,13 @@ def test_a_rate_at_which_nothing_trains_is_no_obstacle_to_a_search(tmp_path):
     assert [point.samples for point in found.noise] == [16, 64, 128, 256]
 
 
+def test_a_stand_in_that_there_is_no_time_to_check_is_not_left_out(tmp_path):
+    task, known = task_of("linear"), {"samples": 100_000_000, "budget": 25}
+    with pytest.raises(InputError, match="--budget"):
+        advice(replace(task, proxy=make_model), tmp_path / "run", **known)
+    assert advice(task, tmp_path / "run", **known).growth.samples == 100_000_000
+
+
 @pytest.mark.parametrize("proxy", [None, make_model])
 def test_a_run_that_goes_on_is_not_predicted(tmp_path, proxy):
     model = make_model()
