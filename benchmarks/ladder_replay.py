@@ -80,9 +80,11 @@ def row(key: tuple[str, int], recorded: Recorded, out: Path) -> dict:
     true, least, most = (critical(truth, errors) for errors in (0.0, ERRORS, -ERRORS))
     judged, bound = dict.fromkeys(("covered", "overlaps", "near")), min(true, max(truth))
     if grown:
+        grown = {name: float(value) for name, value in grown.items()}
         judged["covered"] = grown["low"] <= true and bound <= grown["high"]
         judged["overlaps"] = grown["low"] <= most and min(least, bound) <= grown["high"]
-        judged["near"] = bound / NEAR <= grown["batch_size"] <= NEAR * true
+        if grown["high"] < math.inf:
+            judged["near"] = bound / NEAR <= grown["batch_size"] <= NEAR * true
     told = [f"{s:.1f}" if s < math.inf else f"over {max(truth)}" for s in (true, least, most)]
     known = {"key": key, "true": told, "size": size, "safe": truth[size or min(truth)]}
     now = recorded.costs[key] * swept(key[0], truth) / LENGTHS[key[0]]
