@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from steadygrad.studies.advise.findings import summarize
-from steadygrad.studies.advise.growth import rungs_of
-from steadygrad.studies.advise.search import trials_of
+from steadygrad.studies.advise.growth import longest, rungs_of
+from steadygrad.studies.advise.search import _border_arm, _next_arm, trials_of
 from steadygrad.studies.folder import Results, dumps
 from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.schema import Training
@@ -221,3 +221,28 @@ def test_a_smallest_batch_that_diverged_tells_nothing():
     results = Results([lost if run.key == lost.key else run for run in trainings(made)])
     assert trials_of(header, results) is not None
     assert summarize(header, results, "budget").answer
+
+
+def test_before_its_check_a_stand_in_has_no_noise_scale_measured():
+    _, made = ladder(1e6, 0.35, ladder_header(**PROXY))
+    assert all(isinstance(one, Training) for one in made)
+
+
+@pytest.mark.parametrize(("size", "end"), [(120.0, 2), (200.0, 3)])
+def test_a_larger_size_costs_as_much_as_a_smaller_one_at_least(size, end):
+    named = ",".join(str(round(16 * 1.1**step)) for step in range(70))
+    header, made = ladder(size, 0.2, ladder_header({"batch_sizes": named}), sigma=0.01)
+    compared = longest(rungs_of(header, Results(made))[0]).overheads[end]
+    assert [*compared] != sorted(compared)  # by chance
+    costs = summarize(header, Results(made), "budget").growth.costs
+    ends = [cost.low if end == 2 else cost.high for cost in costs]
+    assert ends == sorted(ends)
+    assert ends[0] < ends[-1]
+
+
+def test_where_noise_hides_the_border_the_longest_rung_turns_to_the_safe_size():
+    header, made = ladder(200.0, 0.35, sigma=0.03)
+    top = rungs_of(header, Results(made))[0][-1]
+    wanted = [trial.key for trial in trials_of(header, Results(made)) if trial.key[0] != "noise"]
+    assert {arm for _, arm, *_ in wanted} == {0, _next_arm(top)}
+    assert _next_arm(top) != _border_arm(top)
