@@ -46,7 +46,7 @@ def task_of(batch_size, train_size, *, decays=False):
 
 def plan_of(budget, speed=SPEED, **given):
     """The plan of a task whose batches of all sizes take as long a sample."""
-    named = ("samples", "batch_sizes", "max_batch")
+    named = ("samples", "seeds", "batch_sizes", "max_batch")
     settings = Settings(budget=budget, **{n: given.pop(n) for n in named if n in given})
     sizes = {"batch_size": 8, "train_size": 180_000, "decays": False}
     task = task_of(**{n: given.pop(n, default) for n, default in sizes.items()})
@@ -94,6 +94,8 @@ def test_what_does_not_fit_is_predicted_from_shorter_lengths(decays):
     assert all(n % 8 == 0 and n >= FEW * 8 for n in shorter)
     # All trainings together fit: some four at three sizes, and the searches for their rates.
     assert 35 < plan.work / longest < 60 * (2 if decays else 1)
+    # More seeds, at a resume, need no other shares of the work.
+    assert plan_of(3000, samples=5_000_000, decays=decays, seeds=4).work == plan.work
     # Too short ones are left out.
     assert plan_of(300, samples=5_000_000, decays=decays).shorter == ()
 

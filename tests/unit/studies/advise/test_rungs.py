@@ -199,6 +199,7 @@ def test_the_rate_is_that_of_the_real_model():
     best = {**TUNED, **{("real", size): 2.0 for size in TUNED}}
     header, made = ladder(200.0, 0.35, ladder_header(**PROXY), best=best)
     found = summarize(header, Results(made), "complete")
+    assert found.octaves == pytest.approx(2.0, abs=0.25)
     for one in (found.recommendation, found.growth.likely):
         rule = 0.001 * math.sqrt(one.batch_size / 8)
         assert one.lr == pytest.approx(4 * rule, rel=0.2)

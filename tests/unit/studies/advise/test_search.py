@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -218,3 +219,9 @@ def test_a_ladder_goes_down_where_all_diverge_and_has_an_end():
     assert ladder(stable=-4).best == -4
     lost = ladder(stable=-9)
     assert (lost.best, lost.tuned) == (-6, -6.0)
+
+
+@pytest.mark.parametrize("end", [-6.0, 6.0])
+def test_no_rate_is_more_than_six_octaves_away(end):
+    below = SimpleNamespace(tuned=end)
+    assert max(map(abs, BatchSizes(HEADER, Results(), below=below).ladder.losses)) == 6
