@@ -5,7 +5,7 @@
 Each study trains rungs of n/16, n/4 and n samples in a world, with about 45 n samples of work, and
 predicts the critical batch size over 4, 16 or 64 n. The truth is that of the expected losses over
 that length, where each batch size has its best rate to a quarter octave (``tuned``), or the rate by
-the task's rule from the smallest batch's best one (``--rule``).
+the task's rule from the smallest batch's best one.
 
 Rates are constant, or fall linearly to zero, as in half of the worlds that are drawn. Adam's truth
 is a mean over replicas: its rungs are shorter.
@@ -309,7 +309,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="studies of each world")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", help="file to append every study's row to, as JSON lines")
-    parser.add_argument("--rule", action="store_true", help="print the truth by the rule")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results")
     options = parser.parse_args()
     tasks = [
@@ -322,7 +321,7 @@ def main() -> None:
             if options.rows:
                 with open(options.rows, "a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
-    print("\n".join(tables(rows, int(options.rule))))
+    print(page(rows))
     if options.save:
         save("ladder-truth", page(rows), date.today().isoformat())
 

@@ -66,7 +66,7 @@ CEILINGS = {
     "cli": 746,
     "integrations": 949,
     "studies": 3312,
-    "studies/advise": 1633,
+    "studies/advise": 1631,
     "studies/compare": 1139,
     "studies/inspect": 1105,
     "studies/ab": 981,

@@ -125,7 +125,7 @@ def longest(rungs: Sequence[BatchSizes]) -> BatchSizes:
 
 
 def growth_of(rungs: Sequence[BatchSizes], real: BatchSizes | None) -> Growth | None:
-    """What :func:`rungs_of` says of the plan's target; None where the plan has none."""
+    """The prediction for the plan's target by :func:`rungs_of`; None where the plan has none."""
     plan, lengths = rungs[-1].plan, [one.critical for one in rungs if one.critical]
     if not plan.target:
         return None

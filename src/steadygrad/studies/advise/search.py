@@ -42,7 +42,7 @@ def trials_of(header: Header, results: Results) -> list[Trial]:
 
 
 def _is_done(rung: BatchSizes) -> bool:
-    """Whether a length has told what it can or needs to, or has had its part of the work."""
+    """The end of a length: its critical size is known or cannot be, or its work is done."""
     plan, own, arm = rung.plan, rung.critical, _border_arm(rung)
     part = MORE * rung.samples / sum(plan.rungs) if rung.samples < plan.samples else LONGEST
     part = CHECK if rung.skipped else part

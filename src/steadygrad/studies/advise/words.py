@@ -13,7 +13,7 @@ HEADS = ("batch size", "learning rate", "extra samples (95% interval)", "verdict
 
 
 def answer(s: Summary) -> str:
-    """The answer in one sentence; one that hangs on a condition opens with it."""
+    """The answer in one sentence; that of a study that was cut short is called preliminary."""
     said = _advice(s)
     known = s.recommendation.batch_size or (s.growth and s.growth.predicted)
     if s.status in ("interrupted", "failed") and known:
@@ -22,7 +22,7 @@ def answer(s: Summary) -> str:
 
 
 def planned(header: schema.Header) -> tuple[str, ...]:
-    """What a study of a training that is too long will train, said before it begins."""
+    """The plan of a ladder in one sentence, said before it begins; none without a ladder."""
     plan, task = header.plan, header.task
     if not plan.target:
         return ()
@@ -77,7 +77,7 @@ def _saved(cost: schema.Cost, s: Summary) -> str:
 
 
 def _growth(found: schema.Growth | None, s: Summary) -> str:
-    """What would narrow a prediction, or allow one."""
+    """The remark on what would narrow a prediction, or allow one; empty where nothing would."""
     if found is None or not s.checked:
         return ""
     needs = f"surely need more than {_tolerated(s)} more {plural(s.sample)}"
@@ -85,9 +85,7 @@ def _growth(found: schema.Growth | None, s: Summary) -> str:
     if found.why == "none":
         said = f"{unknown} at no length was a size surely within {_tolerated(s)}, or beyond;"
     elif found.why == "unchecked":
-        said = (
-            f"{unknown} over no length was the stand-in's known, so the real model was not tried;"
-        )
+        said = f"{unknown} the real model was not compared with its stand-in;"
     elif found.why:
         said = f"{unknown} the stand-in was not seen to agree with the real model; another one or"
     elif found.predicted and not found.predicted.is_closed:
@@ -152,10 +150,10 @@ def remarks(s: Summary) -> tuple[str, ...]:
             f"From the shortest length to the longest the best learning rate {way}: {whole}."
         )
     if abs(s.octaves) >= FARTHEST:
-        rate = f"{s.lr:.3g}, {_digits(2.0**s.octaves)} times the task's"
+        rate = f"{_digits(2.0**s.octaves)} times the task's, the last that is tried"
         said.append(
-            f"The search for the learning rate of batch {s.batch_size:,} ended at {rate}, the last "
-            "that is tried; another Task.lr would tell whether a better one lies beyond."
+            f"The search for the learning rate of batch {s.batch_size:,} ended at {rate}; another "
+            "Task.lr would tell whether a better one lies beyond."
         )
     # A budget is over by design.
     return tuple([*unfinished(s.status.replace("budget", "complete")), *filter(None, said)][:3])
