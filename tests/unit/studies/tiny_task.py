@@ -110,11 +110,11 @@ def raising() -> Task:
 
 
 def loss_raises_later() -> Task:
-    calls = []
+    calls = []  # more than the speed is measured by, on a fast machine too
 
     def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         calls.append(batch)
-        return (losses if len(calls) <= 100 else boom)(model, batch)
+        return (losses if len(calls) <= 400 else boom)(model, batch)
 
     return make_task(per_sample_loss=breaking)
 
