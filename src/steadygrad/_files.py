@@ -1,8 +1,10 @@
-"""Files from others: only regular ones of a bounded size are read, and JSON of a bounded depth."""
+"""Files: written in one step; those from others regular, of a bounded size, JSON not too deep."""
 
 import errno
 import json
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +39,20 @@ def read_json(path: Path) -> Any:
     if level:
         raise ValueError(f"more than {DEEPEST} levels")
     return found
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes ``path`` in one step: a reader, also after an error, sees the old file or the new."""
+    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
+    # other process writes it. The rename replaces a link at `path`, and does not follow it.
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise

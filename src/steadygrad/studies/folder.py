@@ -7,8 +7,6 @@ whole files. A run may come from a stranger: no name in it is trusted to be a fi
 import hashlib
 import json
 import math
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import msgspec
 import numpy as np
 
 from steadygrad._checks import InputError
-from steadygrad._files import read_file, read_json
+from steadygrad._files import read_file, read_json, replace
 from steadygrad._studies import STUDIES, module_of
 from steadygrad.studies.schema import SCHEMA, Header, Key, Result, Summary
 
@@ -215,20 +213,8 @@ def understanding(folder: Path) -> Iterator[None]:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Writes ``path`` in one step: a reader, also after an error, sees the old file or the new."""
-    # A name that nobody can guess, made anew: it is no link that came with the folder, and no
-    # other process writes it. The rename replaces a link at `path`, and does not follow it.
-    part = path.with_name(f".{secrets.token_hex(8)}.part")
     with writing(path):
-        try:
-            with open(part, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+        replace(path, data)
 
 
 @contextmanager

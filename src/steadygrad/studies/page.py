@@ -33,7 +33,7 @@ def render(run: Run) -> str:
         warnings.simplefilter("ignore")
         found = summarize(run.header, run.results, status) if status else None
         view = module_of(study, "page").view
-        template = _environment().get_template(f"{study}/page.html")
+        template = environment().get_template(f"{study}/page.html")
         return template.render({**common, "summary": found, **view(run, found)})
 
 
@@ -46,7 +46,8 @@ def write(folder: Path) -> Path:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of pages, with the filters that they share."""
     found = Environment(
         loader=PackageLoader("steadygrad", "studies"),
         autoescape=True,

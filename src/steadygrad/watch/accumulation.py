@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from steadygrad._checks import InputError, check_count, shown
 from steadygrad.numerics import exact
 from steadygrad.shards import PackedSum, local
-from steadygrad.watch.passes import values
+from steadygrad.watch.hooks import values
 
 __all__ = ["AccumulationCheck", "Window", "check_accumulation"]
 

@@ -6,19 +6,19 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad._checks import InputError, check_type
+from steadygrad._checks import check_type
 from steadygrad._names import own_name
 from steadygrad.distributed import gather_json, process_world
 from steadygrad.numerics import exact, square_sums
 from steadygrad.shards import PackedSum, aligned
 from steadygrad.watch.finding import Finding, Habits, is_finite
-from steadygrad.watch.passes import Pass, Shared, has_values, values
+from steadygrad.watch.hooks import Shared, has_values, hook_modules, is_planned, values
+from steadygrad.watch.passes import Pass
 
 __all__ = ["GradientWatch"]
 
@@ -69,17 +69,7 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         self._stale = False
         self._sum: PackedSum | None = None
         with ExitStack() as hooks:
-            compiled = tuple[str, ...]()
-            for name, module in model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    raise InputError(
-                        f"Expected a model of Python modules. Found a ScriptModule at {name!r}. "
-                        "Remedy: watch it before torch.jit."
-                    )
-                if not name.startswith(compiled):
-                    self._hook(name, module, hooks)
-                    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-                        compiled += (f"{name}." if name else "",)  # what is in it is part of it
+            hook_modules(model, self.shared, hooks)
             # A watch that is dropped leaves no hooks behind either.
             self._detach = weakref.finalize(self, hooks.pop_all().close)
 
@@ -137,10 +127,7 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
 
     def begin(self, inputs: Any) -> None:
         """Begins a pass: the model is called."""
-        # Tensors have shapes only, or are recorded, for a tool that plans, counts or traces.
-        keys = torch._C._TorchDispatchModeKey
-        odd = any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY)))
-        if not torch.is_grad_enabled() or odd or torch._C._is_tracing():
+        if not torch.is_grad_enabled() or is_planned():
             self.shared.current = None
             return
         self._judge(wait=False)
@@ -168,28 +155,6 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         engine = torch.autograd.Variable._execution_engine
         # Twice, and so after callbacks by which FSDP and DDP put gradients in their places.
         engine.queue_callback(lambda: engine.queue_callback(self._close))
-
-    def _hook(self, name: str, module: nn.Module, hooks: ExitStack) -> None:
-        is_root, compiled = module is self.model, module._compiled_call_impl
-        # A layer that never changes its input: that is looked at after it, which saves a hook.
-        plain = type(module).__module__.startswith("torch.nn.modules") and not (
-            is_root or compiled or module._modules or getattr(module, "inplace", False)
-        )
-        hook = partial(_on_call, self.shared, own_name(name, self.model), is_root, plain)
-        if compiled is not None:
-            # Hooks would be compiled as well.
-            def call(*args: Any, **kwargs: Any) -> Any:
-                hook(module, args, kwargs)
-                output = compiled(*args, **kwargs)
-                hook(module, args, kwargs, output)
-                return output
-
-            module._compiled_call_impl = call
-            hooks.callback(setattr, module, "_compiled_call_impl", compiled)
-            return
-        hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
-        if not plain:
-            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _close(self, *, wait: bool = False) -> None:
         """Ends all open passes."""
@@ -234,20 +199,3 @@ class GradientWatch(AbstractContextManager["GradientWatch"]):
         # An empty tensor has no largest magnitude.
         numbers = [x if x.numel() else x.new_zeros(1) for x in some.values()]
         return dict(zip(some, torch._foreach_norm(numbers, math.inf), strict=True)) if some else {}
-
-
-def _on_call(shared: Shared, name: str, is_root: bool, plain: bool, *call: Any) -> None:
-    """Hook before a module, without an output, and after it; after it alone if it is ``plain``."""
-    # Code that is compiled or transformed, or that checkpointing repeats in a backward pass.
-    odd = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if odd or torch._C._current_graph_task_id() != -1:
-        return
-    _, args, kwargs, *outputs = call
-    watch = shared.owner() if is_root and not outputs else None
-    if watch is not None:
-        watch.begin((args, kwargs))
-    elif shared.current is not None:
-        if plain or not outputs:
-            shared.current.take(name, (*args, *kwargs.values()))
-        for output in outputs:
-            shared.current.give(name, output, is_root=is_root)

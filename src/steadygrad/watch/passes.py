@@ -1,46 +1,21 @@
 """A pass of one batch through the model, forward and backward, and the tensors that it met."""
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
 
-from steadygrad._nests import attributes
 from steadygrad.numerics import HostCopy, exact
-from steadygrad.shards import local
 from steadygrad.watch.finding import Evidence, Finding, Habits, Seen, is_finite
+from steadygrad.watch.hooks import REAL, Known, Shared, has_values, tensors_of, values
 
-__all__ = ["Pass", "Shared", "has_values", "values"]
+__all__ = ["Pass"]
 
 _NARROW = (torch.float16, torch.bfloat16)
-_REAL = (*_NARROW, torch.float32, torch.float64)
-_KNOWN = (*_REAL, torch.complex64, torch.complex128)
-
-
-class Shared:
-    """State that a watch shares with its hooks and passes, none of which keeps the watch alive.
-
-    Attributes:
-        owner: Gives the watch; None if it is gone.
-        current: The pass that is in the model.
-        deferred: Whether a read waits for the device, so that it is left until later.
-        detailed: Whether to follow the graph in every pass, and not in the first one alone.
-    """
-
-    def __init__(self, device: torch.device, owner: Callable[[], Any] = lambda: None) -> None:
-        self.device, self.owner = device, owner
-        self.current: Pass | None = None
-        self.deferred, self.detailed = device.type not in ("cpu", "meta"), False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is not watched.
-        return Shared, (self.device,)
+_KNOWN = (*REAL, torch.complex64, torch.complex128)
 
 
 class Pass(Evidence):
@@ -62,15 +37,16 @@ class Pass(Evidence):
         # Contributions to the gradient of a node's output, by its number and the output's.
         self._parts = dict[tuple[int, int], list[Tensor]]()
         self._first = torch._C._autograd._get_sequence_nr()
-        # Here and not on the tensors, which other code may save.
-        self._notes = {id(x): (weakref.ref(x), _version(x), given) for x in tensors}
+        self._known = Known[Seen]()
+        for x in tensors:
+            self._known.put(x, given)
 
     def take(self, name: str, inputs: Iterable[Any]) -> None:
         """Looks at the tensors that a module is handed, unless another module gave them."""
         for leaf in inputs:
             if isinstance(leaf, (Tensor, list, tuple, dict)):
                 for tensor in (leaf,) if isinstance(leaf, Tensor) else tensors_of(leaf):
-                    one = self._known(tensor) or self._note(Seen("input", name), tensor)
+                    one = self._known.get(tensor) or self._note(Seen("input", name), tensor)
                     one.takers.append(name)
 
     def give(self, name: str, output: Any, *, is_root: bool) -> None:
@@ -78,23 +54,17 @@ class Pass(Evidence):
         self.called.add(name)
         outputs = [output] if type(output) is Tensor else tensors_of(output)
         for tensor in outputs:
-            if self._known(tensor) in (None, self.seen[0]):
+            if self._known.get(tensor) in (None, self.seen[0]):
                 self._note(Seen("output", name), tensor)
         if is_root:
             self._await_loss(outputs)
-
-    def _known(self, tensor: Tensor) -> Seen | None:
-        """The notes on a tensor; None if nothing was, or it was changed in place since."""
-        note = self._notes.get(id(tensor))
-        known = note and note[0]() is tensor and note[1] == _version(tensor)
-        return note[2] if note and known else None
 
     def _note(self, one: Seen, tensor: Tensor) -> Seen:
         if tensor.dtype not in _KNOWN or not has_values(tensor):
             return one
         self.seen.append(one)
         one.value = self._look(tensor)
-        self._notes[id(tensor)] = weakref.ref(tensor), _version(tensor), one
+        self._known.put(tensor, one)
         if tensor.grad_fn is not None:
             # A hook of the node and not of the tensor: that takes half the time.
             tensor.grad_fn.register_prehook(partial(self._arrive, one, tensor.output_nr))
@@ -135,7 +105,7 @@ class Pass(Evidence):
 
     def _await_loss(self, outputs: Sequence[Tensor]) -> None:
         """Compares gradients with their parts from the graph, if the loss may add to them."""
-        known = [self._known(tensor) for tensor in outputs if tensor.grad_fn is not None]
+        known = [self._known.get(tensor) for tensor in outputs if tensor.grad_fn is not None]
         for one in filter(None, known):
             one.returned = True
             self._shared.detailed = self._shared.detailed or bool(one.takers)
@@ -144,8 +114,7 @@ class Pass(Evidence):
         if self.batch and not self._shared.detailed:
             return
         returned, followed = {self._number(x.grad_fn) for x in outputs}, set[Any]()
-        noted = (ref() for ref, *_ in self._notes.values())
-        nodes: list[Any] = [tensor.grad_fn for tensor in noted if tensor is not None]
+        nodes: list[Any] = [tensor.grad_fn for tensor in self._known.tensors()]
         while nodes:
             node = nodes.pop()
             number = -1 if node in followed else self._number(node)
@@ -186,7 +155,7 @@ class Pass(Evidence):
 
     def close(self) -> None:
         """Sends the numbers from a device to the host; nothing waits for them."""
-        self._notes, self._parts = {}, {}
+        self._known, self._parts = Known(), {}
         owners = (*map(vars, (*self.seen, *self.entries)), self.weights, self.gradients)
         found = [(own, key) for own in owners for key, x in own.items() if isinstance(x, Tensor)]
         device, self._broken = self._shared.device, bool(found)
@@ -218,40 +187,6 @@ class Pass(Evidence):
         # In an evaluation with gradients enabled an infinity may be normal.
         fine = fine if self.backward else is_finite(self.seen[-1].value)
         return None if fine else self.first_fault(habits, made)
-
-
-def has_values(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether there is a tensor, with values to look at and one shape."""
-    if tensor is None or tensor.is_meta or tensor.is_nested or isinstance(tensor, FakeTensor):
-        return False
-    return not torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def tensors_of(nest: Any) -> list[Tensor]:
-    """Tensors among a module's inputs or outputs."""
-    found = []
-    for leaf in (nest,) if isinstance(nest, Tensor) else _pytree.tree_leaves(nest):
-        if isinstance(leaf, Tensor):
-            found += [leaf] if has_values(leaf) else []
-        else:
-            parts = leaf.values() if isinstance(leaf, Mapping) else attributes(leaf)
-            found += [tensor for part in parts for tensor in tensors_of(part)]
-    return found
-
-
-def values(tensor: Tensor) -> Tensor:
-    """This process's numbers of a tensor, dense and real."""
-    tensor = local(tensor.detach())
-    if tensor.is_sparse:
-        tensor = tensor._values()
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    # Sums and norms of float8 do not exist.
-    return tensor if tensor.dtype in _REAL else tensor.float()
 
 
 def _all_finite(numbers: Tensor) -> bool:
