@@ -88,6 +88,11 @@ class World:
     group: Group = None
     size: int = 1
 
+    @property
+    def rank(self) -> int:
+        """This process's place among them."""
+        return dist.get_rank(self.group) if self.size > 1 else 0
+
     def sum(self, packed: Tensor) -> Tensor:
         """Adds up one tensor over all processes, in one collective."""
         return add_up(packed.clone(), [self.group]) if self.size > 1 else packed

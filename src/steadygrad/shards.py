@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError, shown
@@ -84,6 +85,23 @@ def first_row(tensor: Tensor) -> int | None:
         return None
     mesh, rows = tensor.device_mesh, len(tensor)
     return min(rows, -(-rows // mesh.size(split[0])) * mesh.get_local_rank(split[0]))
+
+
+def offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Place in the whole tensor of the first element here, by dimension."""
+    place: tuple[int, ...] = ()
+    if isinstance(tensor, DTensor):
+        given = tensor.shape, tensor.device_mesh, tensor.placements
+        place = compute_local_shape_and_global_offset(*given)[1]
+    return place or (0,) * tensor.ndim
+
+
+def is_copy(tensor: Tensor, rank: int) -> bool:
+    """Whether the part here lies on a process before this one, too."""
+    if not isinstance(tensor, DTensor):
+        return rank > 0
+    here = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return any(place and isinstance(kind, Replicate) for place, kind in here)
 
 
 def replicas(tensor: Tensor, world: World) -> int:

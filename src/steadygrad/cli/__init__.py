@@ -25,8 +25,8 @@ HELP = {"-h", "--help"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, or those of the process; returns the exit code.
 
-    That is 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``), or 128 plus
-    the number of the signal that ended it.
+    That is 0, 2 for bad input, 3 or 4 for verdicts of ``ab`` (``Summary.exit_code``) and ``diff``,
+    or 128 plus the number of the signal that ended it.
     """
     arguments, rank, size = list(sys.argv[1:] if argv is None else argv), 0, 1
     try:
@@ -62,8 +62,7 @@ def _run(arguments: list[str], began: float) -> int:
         return 0
     values = options.read(words)
     if command in COMMANDS:
-        getattr(import_module("steadygrad.cli.commands"), command)(values)
-        return 0
+        return getattr(import_module("steadygrad.cli.commands"), command)(values) or 0
     from steadygrad.cli import studies
 
     return studies.command(command, values, began)

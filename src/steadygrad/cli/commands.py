@@ -13,7 +13,7 @@ from shlex import quote
 from typing import Any
 
 from steadygrad import __version__
-from steadygrad._checks import InputError, install
+from steadygrad._checks import InputError, from_extra, install
 from steadygrad.cli.console import emit, printable
 
 
@@ -22,6 +22,37 @@ def report(values: Mapping[str, Any]) -> None:
     from steadygrad.studies.page import write
 
     emit(printable(str(write(values["RUN"]))))
+
+
+def diff(values: Mapping[str, Any]) -> int:
+    """Prints where two runs part, and draws a page; 3 where they do, 4 where it is not known."""
+    from_extra("msgspec", "cli")
+    from steadygrad._files import replace
+    from steadygrad.trace import diff, page, runs, words
+
+    rename = [_renaming(text) for text in values.get("rename", ())]
+    a, b = runs.read_run(values["A"], rename), runs.read_run(values["B"])
+    found = diff.compare(a, b)
+    said, path = words.summary(found), values["B"] / "diff.html"
+    lines = [said["answer"], *filter(None, [said["agrees"]]), *said["reasons"]]
+    lines += [f"Then, in the {x['stage']}: {x['what']}." for x in said["next"]]
+    lines += said["remarks"]
+    try:
+        replace(path, page.render(found, a, b).encode("utf-8", "replace"))
+        lines += ["", f"Page: {path}"]
+    except OSError as error:
+        lines += ["", f"No page: {path}: {error.strerror}"]
+    emit(json.dumps(said, indent=2) if values.get("json") else "\n".join(map(printable, lines)))
+    return {"same": 0, "part": 3}.get(found.verdict, 4)
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals):
+        raise InputError(
+            f"Parameter `--rename` should be OLD=NEW. Found {text!r}. Remedy: 'old.*=new.*'."
+        )
+    return old, new
 
 
 def init(values: Mapping[str, Any]) -> None:

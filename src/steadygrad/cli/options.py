@@ -35,6 +35,22 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
+    "diff": Command(
+        "Say where two runs part: the first step, stage and module that differ by more than "
+        "rounding.",
+        ("steadygrad diff runs/a runs/b", "steadygrad diff runs/a runs/b --rename 'old.*=new.*'"),
+        "diff",
+        {
+            "A": {"help": "Folder that a run's Trace wrote.", **FOLDER},
+            "B": {"help": "Folder of the other run; the page goes there.", **FOLDER},
+            "--rename": {
+                "action": "append",
+                "metavar": "OLD=NEW",
+                "help": "Names of A as they are in B, with * for any text; may be repeated.",
+            },
+            "--json": {"action": "store_true", "help": "Print what was found as JSON."},
+        },
+    ),
     "report": Command(
         "Draw the page of a run again from its record.",
         ("steadygrad report runs/mine",),
@@ -100,7 +116,9 @@ class Parser(ArgumentParser):
             like = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             remedy = " or ".join([*like, f"{self.prog} --help"])
             raise InputError(f"Unexpected argument. Found {unknown[0]!r}. Remedy: {remedy}.")
-        return {n: join(v) if isinstance(v, list) else v for n, v in vars(found).items()}
+        return {
+            n: join(v) if n == "task" and isinstance(v, list) else v for n, v in vars(found).items()
+        }
 
 
 def parser(*, whole: bool = True) -> ArgumentParser:

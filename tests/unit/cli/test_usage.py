@@ -17,7 +17,7 @@ from steadygrad.studies.schema import TASKS, Count
 from steadygrad.tasks import BUILT_IN, load_task
 from tests.unit.cli.quick import ROOT
 
-OTHERS = ["report", "init", "doctor"]
+OTHERS = ["diff", "report", "init", "doctor"]
 # Options of one study only, of which its examples show one or two.
 OWN = {
     "advise": {"tolerance"},
@@ -59,7 +59,7 @@ def test_help(command, capsys):
     named = [options_of(name).read(words) for name, *words in map(shlex.split, examples)]
     assert set().union(*named) >= OWN.get(command, set())
     # What programs that write completions are told of.
-    required = ["x"] if command in ("report", "init") else []
+    required = ["x"] * {"report": 1, "init": 1, "diff": 2}.get(command, 0)
     found = vars(parser().parse_args([command, *required, "--debug"]))
     assert found == {"debug": True, **options_of(command).read(required)}
 

@@ -1,0 +1,133 @@
+"""The forward and backward passes of a step: what was computed, in which order, and from what."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.trace.sketches import Key, Sketches
+from steadygrad.watch.hooks import Known, tensors_of
+
+__all__ = ["Passes", "generator_state"]
+
+# Calls of one module in a pass that are told apart; what later ones give counts as new.
+_CALLS = 16
+
+
+class Passes:
+    """Takes sketches of what modules are given and give, and of the gradients at these.
+
+    Micro-batches of a step add up: a call of a module to the same call in the pass before.
+
+    Args:
+        sketches: Where the sketches go.
+        device: Where the model is.
+
+    Attributes:
+        count: Passes begun.
+        keep: Whether to keep the gradients at what the model returned.
+        received: These gradients, by number of the tensor.
+    """
+
+    def __init__(self, sketches: Sketches, device: torch.device) -> None:
+        self.count, self.keep, self.received = 0, False, dict[int, Tensor]()
+        self._sketches, self._device = sketches, device
+        # Places in the order of the forward pass, the same in each pass.
+        self._places = dict[Key, int]()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._known, self._calls = Known[int](), dict[tuple[str, str], int]()
+        # The modules that are under way: a name, places of its inputs, and where it began.
+        self._open = list[tuple[str, list[int], int]]()
+        self._met, self._rows, self._state = 0, 0, generator_state(self._device)
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Begins a pass: the model is called."""
+        self._begin()
+        self.count += 1
+        for name, given in [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]:
+            for i, tensor in enumerate(tensors_of(given)):
+                self._rows = self._rows or (tensor.shape[0] if tensor.ndim else 0)
+                key = Key("data", "", f"{name}.{i}" if i else name)
+                self._note(key, tensor, ([], 0))
+        self._open = [("", [*range(self._met)], self._met)]
+
+    def take(self, name: str, inputs: Iterable[Any]) -> None:
+        """A module is called, with tensors that are known or that code around it has made."""
+        made = self._made()
+        tensors = tensors_of(list(inputs))
+        found = [self._known.get(tensor) for tensor in tensors]
+        call = self._call("input", name)
+        for i, tensor in enumerate(tensors):
+            if found[i] is None:
+                found[i] = self._note(Key("input", name, str(i), call), tensor, made)
+        self._open.append((name, [at for at in found if at is not None], self._met))
+
+    def give(self, name: str, output: Any, *, is_root: bool) -> None:
+        """A module gives tensors, unless one of its own modules gave them."""
+        while len(self._open) > 1 and not is_root and self._open[-1][0] != name:
+            self._open.pop()  # of a module that raised
+        made, call, tensors = self._made(), self._call("output", name), tensors_of(output)
+        for i, tensor in enumerate(tensors):
+            # What it was handed and hands on, as a dropout in eval mode, it gives as well.
+            if (known := self._known.get(tensor)) is None or known in made[0]:
+                self._note(Key("output", name, str(i), call), tensor, made)
+        if not is_root:
+            self._open.pop()
+        elif self.keep:
+            for i, tensor in enumerate(tensors):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(partial(self._receive, i, tensor.output_nr))
+
+    def _made(self) -> tuple[list[int], int]:
+        """What the code under way can have used."""
+        return self._open[-1][1:]
+
+    def _call(self, kind: str, name: str) -> int:
+        call = self._calls[kind, name] = self._calls.get((kind, name), -1) + 1
+        return call
+
+    def _note(self, key: Key, tensor: Tensor, made: tuple[list[int], int]) -> int | None:
+        """Takes a sketch, and gives its place in the order."""
+        if key.call >= _CALLS:
+            return None
+        batch = self._batch(tensor)
+        one = self._sketches.take(key, tensor, batch=batch)
+        if one is None:
+            return None
+        place = self._places.setdefault(key, len(self._places))
+        if self.count == 1:
+            one.made, one.maker = ([*made[0]], made[1]), self._open[-1][0] if self._open else ""
+        before, self._state = self._state, generator_state(self._device)
+        same = all(map(torch.equal, before, self._state))
+        one.drew = one.drew or not same
+        self._known.put(tensor, place)
+        self._met = max(self._met, place + 1)
+        if tensor.grad_fn is not None:
+            # A hook of the node and not of the tensor: that takes half the time.
+            signal = Key("signal", key.name, f"{key.kind}.{key.part}", key.call)
+            hook = partial(self._arrive, signal, batch, tensor.output_nr)
+            tensor.grad_fn.register_prehook(hook)
+        return place
+
+    def _batch(self, tensor: Tensor) -> int:
+        """The dimension of the batch: that of its length, which is the model's first input's."""
+        shape = tensor.shape
+        return shape.index(self._rows) if self._rows in shape else 0
+
+    def _arrive(self, key: Key, batch: int, number: int, given: tuple[Tensor | None, ...]) -> None:
+        if (gradient := given[number]) is not None:
+            self._sketches.take(key, gradient, batch=batch, mean=False)
+
+    def _receive(self, place: int, number: int, given: tuple[Tensor | None, ...]) -> None:
+        if (gradient := given[number]) is not None:
+            self.received[place] = gradient
+
+
+def generator_state(device: torch.device) -> list[Tensor]:
+    """States of the generators that a model on a device draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

@@ -1,0 +1,269 @@
+"""Writes sketches of a training's steps, by which two runs are compared."""
+
+import random
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from hashlib import blake2b
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from steadygrad._checks import InputError, check_count, check_type
+from steadygrad._files import replace
+from steadygrad._names import own_name
+from steadygrad.distributed import data_parallel_world
+from steadygrad.shards import is_copy
+from steadygrad.trace.passes import Passes
+from steadygrad.trace.record import AFTER, encoded, file_name
+from steadygrad.trace.rounding import Rounding
+from steadygrad.trace.sketches import Key, Sketches
+from steadygrad.watch.hooks import Shared, hook_modules, is_planned
+
+__all__ = ["Trace"]
+
+
+class Trace(AbstractContextManager["Trace"]):
+    """Writes sketches of what each step computes, for ``steadygrad diff A B``.
+
+    .. code-block:: python
+
+        trace = Trace(model, optimizer, "runs/a")
+        ...
+        loss.backward()
+        optimizer.step()
+        trace.step()
+
+    Training is the same to the bit. Of each traced step it keeps what the model was given, the
+    outputs of modules, the gradients at them, those of parameters as the optimizer gets them, its
+    states, the weights, its options, and digests of random generators: some hundred bytes of each
+    tensor. Every process writes files of its own; none waits for another.
+
+    Args:
+        model: The model as it is called, after DDP, ``fully_shard`` and ``torch.compile``, on the
+            device where it trains.
+        optimizer: Its optimizer.
+        folder: Where the files go; processes of a run may share it.
+        every: Traces every so many steps.
+        steps: Number of steps that are traced. Default: 100.
+        start: Number of the first step: of a run that is resumed, the steps before.
+        rounding: Whether to measure rounding at the first traced steps: two more passes of a
+            micro-batch, with the weights and with the weights moved by one rounding.
+
+    Attributes:
+        number: The step under way, from 0.
+
+    Raises:
+        InputError: If the folder has traces from ``start`` on or cannot be written, or a part of
+            the model is a ScriptModule or sharded otherwise than by ``fully_shard``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        folder: str | PathLike[str],
+        *,
+        every: int = 1,
+        steps: int = 100,
+        start: int = 0,
+        rounding: bool = False,
+    ) -> None:
+        check_type("model", model, nn.Module, "the module that the loop calls")
+        # Accelerate's has one in it, which steps.
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        check_type("optimizer", self.optimizer, Optimizer, "the one that the loop steps")
+        self.model, self.folder = model, Path(folder)
+        self._every, self._steps = check_count("every", every), check_count("steps", steps)
+        self.number = self._start = check_count("start", start, low=0)
+        self._world = data_parallel_world(model)
+        self._make_folder()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._shared = Shared(device, weakref.ref(self))
+        # Now: in a forward pass `fully_shard` puts whole parameters in their places.
+        named = model.named_parameters()
+        self._named = [(own_name(name, model), parameter) for name, parameter in named]
+        self._sketches = Sketches()
+        self._rounding = Rounding(model, self._shared, self._sketches) if rounding else None
+        # Weights and states after the last step that was traced.
+        self._after = dict[Key, list[float]]()
+        self._hooks = ExitStack()
+        # A trace that is dropped leaves no hooks behind either.
+        weakref.finalize(self, self._hooks.close)
+        self._random: dict[str, str] = {}
+        self._options: list[dict[str, Any]] = []
+        self._noise: Mapping[Key, float] = {}
+        self._passes = Passes(self._sketches, device)
+        self._begin_step()
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Ends a step: call it after the optimizer's.
+
+        Args:
+            loss: The step's loss on this process, a mean, with shape ``()``; to be kept as well.
+        """
+        if self._hooked and self._passes.count:
+            self._end_step(loss)
+        self._hooks.close()
+        self.number += 1
+        self._begin_step()
+
+    def close(self) -> None:
+        """Takes the hooks away; the model is as it was."""
+        self._hooks.close()
+        self._hooked, self._steps = False, 0
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def begin(self, inputs: Any) -> None:
+        """Begins a pass: the model is called."""
+        if not torch.is_grad_enabled() or is_planned():
+            self._shared.current = None
+            return
+        if self._rounding is not None and self._rounding.passes is not None:
+            self._shared.current = self._rounding.passes
+            self._rounding.passes.begin(*inputs)
+            return
+        if not self._passes.count:
+            self._random = _digests(self._shared.device)
+            self._take_weights("start")
+            self._take_states("before")
+        self._shared.current = self._passes
+        if self._rounding is not None:
+            self._rounding.keep(self._passes, inputs)
+        self._passes.begin(*inputs)
+
+    def _make_folder(self) -> None:
+        rank = self._world.rank
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            names = [path.name for path in self.folder.iterdir()]
+        except OSError as error:
+            raise InputError(
+                f"Parameter `folder` should be a folder that can be written. Found {self.folder}: "
+                f"{error.strerror}. Remedy: another one."
+            ) from error
+        later = [name for name in names if name >= file_name(self._start, 0)]
+        if any(name.endswith(file_name(0, rank).partition("-rank")[2]) for name in later):
+            raise InputError(
+                f"Parameter `folder` should have no trace of step {self._start} or later. Found "
+                f"{min(later)} in {self.folder}. Remedy: another folder; or start=N for a run that "
+                "is resumed after N steps."
+            )
+
+    def _begin_step(self) -> None:
+        at = self.number - self._start
+        self._hooked = at % self._every == 0 and at // self._every < self._steps
+        self._shared.current = None
+        if not self._hooked:
+            return
+        self._sketches.clear()
+        self._options, self._noise = [], {}
+        self._passes = Passes(self._sketches, self._shared.device)
+        hook_modules(self.model, self._shared, self._hooks)
+        hook = self.optimizer.register_step_pre_hook(_Weak(self))
+        self._hooks.callback(hook.remove)
+
+    def before_step(self) -> None:
+        """Takes the gradients as the optimizer gets them, and its options."""
+        self._shared.current = None
+        if not self._passes.count:
+            return
+        self._options = [_plain(group) for group in self.optimizer.param_groups]
+        scale = getattr(self.optimizer, "grad_scale", None)  # of a fused step under a GradScaler
+        for name, parameter in self._named:
+            if parameter.grad is not None:
+                gradient = parameter.grad if scale is None else parameter.grad / scale
+                self._take("gradient", name, "", gradient)
+        if self._rounding is not None:
+            self._noise = self._rounding.measure(self._passes)
+
+    def _end_step(self, loss: Tensor | float | None) -> None:
+        if loss is not None:
+            self._take("loss", "", "", torch.as_tensor(loss))
+        self._take_states("state")
+        self._take_weights("weight")
+        header = {
+            "step": self.number,
+            "rank": self._world.rank,
+            "world": self._world.size,
+            "passes": self._passes.count,
+            "torch": torch.__version__,
+            "random": self._random,
+            "options": self._options,
+        }
+        path = self.folder / file_name(self.number, self._world.rank)
+        rows = [*self._sketches.numbers()]
+        data = encoded(header, rows, self._noise, self._after)
+        self._after = {key: sums for key, _, sums in rows if key.kind in AFTER.values()}
+        try:
+            replace(path, data)
+        except OSError as error:
+            raise InputError(
+                f"Expected room for a trace. Found {path}: {error.strerror}. Remedy: free some; or "
+                "close the trace."
+            ) from error
+
+    def _take(self, kind: str, name: str, part: str, tensor: Tensor) -> None:
+        one = self._sketches.take(Key(kind, name, part), tensor)
+        if one is not None:
+            one.copy = is_copy(tensor, self._world.rank)
+
+    def _take_weights(self, kind: str) -> None:
+        for name, parameter in self._named:
+            self._take(kind, name, "", parameter)
+        for name, buffer in self.model.named_buffers():
+            self._take(kind, own_name(name, self.model), "buffer", buffer)
+
+    def _take_states(self, kind: str) -> None:
+        names: dict[Any, str] = {parameter: name for name, parameter in self._named}
+        for parameter, state in self.optimizer.state.items():
+            if parameter in names:
+                for path, leaf in _pytree.tree_flatten_with_path(state)[0]:
+                    part = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+                    if isinstance(leaf, (Tensor, int, float)):
+                        self._take(kind, names[parameter], part, torch.as_tensor(leaf))
+
+
+class _Weak:
+    """Hook of an optimizer that does not keep its trace alive, and is not copied with it."""
+
+    def __init__(self, trace: Trace | None) -> None:
+        self._trace = (lambda: None) if trace is None else weakref.ref(trace)
+
+    def __call__(self, *_: Any) -> None:
+        if (trace := self._trace()) is not None:
+            trace.before_step()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Weak, (None,)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Options of a group of parameters that are numbers or texts."""
+    found: dict[str, Any] = {"parameters": len(group["params"])}
+    for name, value in group.items():
+        some = value if isinstance(value, (list, tuple)) else [value]
+        single = [x.item() if isinstance(x, Tensor) and not x.ndim else x for x in some]
+        if name != "params" and all(isinstance(x, (int, float, str)) for x in single):
+            found[name] = single if isinstance(value, (list, tuple)) else single[0]
+    return found
+
+
+def _digests(device: torch.device) -> dict[str, str]:
+    """Digests of the states of the random generators."""
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": repr(random.getstate()).encode(),
+        "numpy": repr(np.random.get_state(legacy=False)).encode(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return {name: blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}

@@ -1,0 +1,99 @@
+"""What a comparison found, in words and as plain values."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad.trace.diff import Difference, Place
+
+__all__ = ["place_in_words", "share", "summary"]
+
+_NOUNS = {
+    "data": "input {part} of the model",
+    "start": "{name}",
+    "input": "what is handed to {name}",
+    "output": "the output of {name}",
+    "loss": "the loss",
+    "signal": "the gradient at the {part} of {name}",
+    "gradient": "the gradient of {name}",
+    "before": "{part} of {name}, before the step,",
+    "state": "{part} of {name}, after the step,",
+    "weight": "the update of {name}",
+}
+
+
+def summary(found: Difference) -> Mapping[str, Any]:
+    """The answer in one sentence (``answer``), and what belongs to it, as plain values."""
+    first = found.first
+    return {
+        "verdict": found.verdict,
+        "answer": _answer(found),
+        "step": first and first.step,
+        "stage": first and first.stage,
+        "module": first and first.module,
+        "agrees": _agreement(found),
+        "reasons": found.reasons,
+        "next": [_plain(place) for place in found.next],
+        "first": first and _plain(first),
+        "steps": [*found.steps],
+        "remarks": found.remarks,
+    }
+
+
+def place_in_words(place: Place) -> str:
+    """A value, and how it differs."""
+    key = place.key
+    part = key.part.partition(".")[0] if key.kind == "signal" else key.part
+    noun = _NOUNS[key.kind].format(name=key.name or "the model", part=part)
+    call = f" in call {key.call + 1}" if key.call else ""
+    how = place.how or f"differs by {share(place.distance)}"
+    return f"{noun}{call} {how if how.startswith(('differs', 'draws')) else f'is {how}'}"
+
+
+def share(x: float) -> str:
+    """A relative distance."""
+    if not math.isfinite(x):
+        return "all of it"
+    return f"{x:.3g}" if x < 0.1 else f"{x:.0%}"
+
+
+def _answer(found: Difference) -> str:
+    first, numbers = found.first, [*found.steps]
+    if not numbers:
+        return "Not known: no step was traced in both runs."
+    if first is None:
+        span = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+        outputs = [p for places in found.steps.values() for p in places if p.key.kind == "output"]
+        most = max((place.distance for place in outputs), default=0.0)
+        apart = f"; outputs of modules differ by at most {share(most)}" if most else ", to the bit"
+        return f"The runs are the same within rounding over {span}{apart}."
+    alike = [p for p in found.steps[first.step] if p.key[::2] == first.key[::2]]
+    count = sum(place.differs for place in alike)
+    others = f" ({count} of {len(alike)} such values differ)" if len(alike) > 1 else ""
+    words = f"{place_in_words(first)}{others}."
+    if found.verdict == "unknown":
+        return f"Not known. The first to differ, at step {first.step}: {words}"
+    return f"Step {first.step}, {'' if first.certain else 'probably '}in the {first.stage}: {words}"
+
+
+def _agreement(found: Difference) -> str:
+    """What agrees before the first place that differs."""
+    if found.first is None:
+        return ""
+    *earlier, last = found.steps
+    before = found.steps[last][: found.steps[last].index(found.first)]
+    steps = f"{len(earlier)} step{'s' * (len(earlier) > 1)} and " if earlier else ""
+    most = max((place.distance / (place.allowed or 1.0) for place in before), default=0.0)
+    within = f"within {most:.0%} of what rounding explains" if most else "to the last digit"
+    return f"Before it {steps}{len(before)} values of step {last} agree {within}."
+
+
+def _plain(place: Place) -> Mapping[str, Any]:
+    return {
+        "step": place.step,
+        "stage": place.stage,
+        "module": place.module,
+        "what": place_in_words(place),
+        "distance": place.distance if math.isfinite(place.distance) else None,
+        "allowed": place.allowed if math.isfinite(place.allowed) else None,
+    }
