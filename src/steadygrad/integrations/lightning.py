@@ -15,6 +15,7 @@ from steadygrad.integrations.windows import rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler
+from steadygrad.trace import Trace
 from steadygrad.watch import Finding
 
 try:
@@ -29,6 +30,7 @@ __all__ = [
     "GradientWatchCallback",
     "LayerwisePrecision",
     "NoiseScaleCallback",
+    "TraceCallback",
 ]
 
 
@@ -192,6 +194,54 @@ class GradientWatchCallback(Callback):
     def on_train_end(self, *_: Any) -> None:
         if self.watch is not None:
             self.watch.close()
+
+    on_exception = on_train_end
+
+
+class BatchTrace(Trace):
+    """A trace whose passes begin with :meth:`begin_batch`: Lightning may not call the module."""
+
+    def begin(self, inputs: Any) -> None:
+        """Ends the pass when the model is called without gradients, to be evaluated."""
+        if not torch.is_grad_enabled():
+            super().begin(inputs)
+
+    def begin_batch(self, batch: Any) -> None:
+        super().begin(((batch,), {}))
+
+
+class TraceCallback(Callback):
+    """Traces a training for ``steadygrad diff``: ``callbacks=[TraceCallback("runs/a")]``.
+
+    What the model is given is the batch; another optimizer than the first is not traced.
+
+    Args:
+        folder: Where the traces go.
+        **options: Of :class:`Trace`, but ``rounding``. Default of ``start``: the step from which it
+            is resumed.
+    """
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        self._folder, self._options = folder, options
+        self.trace: BatchTrace | None = None
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        check_support(trainer, module)
+        options = {"start": trainer.global_step, **self._options}
+        model, optimizer = trainer.strategy.model, trainer.optimizers[0]
+        self.trace = BatchTrace(model, optimizer, self._folder, **options)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, *_: Any) -> None:
+        if self.trace is not None:
+            self.trace.begin_batch(batch)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.trace is not None and not trainer.fit_loop._should_accumulate():
+            self.trace.step()
+
+    def on_train_end(self, *_: Any) -> None:
+        if self.trace is not None:
+            self.trace.close()
 
     on_exception = on_train_end
 

@@ -21,10 +21,11 @@ from steadygrad.integrations.step_watch import StepWatch
 from steadygrad.integrations.windows import Window, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.trace import Trace
 from steadygrad.watch import Finding
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import has_length
 except ImportError as error:
     raise MissingExtraError("transformers", "transformers") from error
@@ -329,3 +330,28 @@ class SteadygradMixin(ScheduledTrainer):
         unknown = getattr(model, "loss_type", "") is None and self.compute_loss_func is None
         lm_head = type(model).__name__.endswith("LMHeadModel")
         return bool(self._loss_shifts_labels) or (unknown and lm_head)
+
+
+class TraceCallback(TrainerCallback):
+    """Traces a training for ``steadygrad diff``: ``callbacks=[TraceCallback("runs/a")]``.
+
+    Args:
+        folder: Where the traces go.
+        **options: Of :class:`Trace`. Default of ``start``: the step from which it is resumed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        self._folder, self._options = folder, options
+        self.trace: Trace | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        options = {"start": state.global_step, **self._options}
+        self.trace = Trace(given["model"], given["optimizer"], self._folder, **options)
+
+    def on_step_end(self, *_: Any, **given: Any) -> None:
+        if self.trace is not None:
+            self.trace.step()
+
+    def on_train_end(self, *_: Any, **given: Any) -> None:
+        if self.trace is not None:
+            self.trace.close()

@@ -37,6 +37,8 @@ GROWTH, WEIGHTS_GROWTH, ROOT_GROWTH = 32.0, 8.0, 8.0
 LEAST = 1e-5
 # How near to a multiple a value is one.
 FACTOR = 1e-3
+# What is a fault only where it reaches a gradient: what nothing uses may differ, and loss scales.
+BEFORE_GRADIENTS = ("input", "output", "loss", "signal")
 OF_PARAMETERS = ("start", "gradient", "before", "state", "weight")
 INPUTS_OF_UPDATE = ("gradient", "state")
 
@@ -112,16 +114,26 @@ def compare(a: Run, b: Run) -> Difference:
         for key, value in step.values.items():
             noise[key] = max(noise[key], value.noise)
     last: int | None = None
+    # Values that differed and reached no gradient, so far.
+    idle: dict[tuple[str, str], tuple[Comparison, Place]] = {}
     for number in (n for n in a.steps if n in b.steps):
         one = Comparison(a, b, number, last, noise)
         found.remarks += one.alone() if last is None else []
         found.steps[number], last = one.places, number
-        if (first := one.first()) is not None:
+        for place in filter(lambda x: x.differs, one.places):
+            since, first = idle.setdefault((place.stage, place.module), (one, place))
+            if place.key.kind in BEFORE_GRADIENTS and not one.reaches:
+                continue
             found.verdict = "part" if first.known else "unknown"
-            found.first, found.reasons = first, one.reasons(first)
-            break
+            found.first, found.reasons = first, since.reasons(first)
+            return found
     if last is None:
         found.verdict = "unknown"
+    for _, place in [*idle.values()][:1]:
+        where = f"{place.stage} of {place.module or 'the model'}"
+        found.remarks.append(
+            f"From step {place.step} on the {where} differs, and no gradient does."
+        )
     return found
 
 
@@ -142,30 +154,30 @@ class Comparison:
         self.steps, self._noise = [a.steps[number], b.steps[number]], noise
         self._last = [] if last is None else [run.steps[last].values for run in (a, b)]
         self._is_next = last == number - 1
+        cuts = [(step.passes, step.world) for step in self.steps]
+        self._same_cut = cuts[0] == cuts[1]
         self._values = [step.values for step in self.steps]
         self._orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
         self._at = [{key: i for i, key in enumerate(order)} for order in self._orders]
         self._owned = [_owned(values, self._orders) for values in self._values]
-        self._distances = dict[Key, float]()
+        self._distances, self._roundings = dict[Key, float](), dict[Key, float]()
         self.places = [
             *map(self._root, self._keys("data", both=False)),
             *map(self._start, self._keys("start")),
             *map(self._forward, self._keys("input", "output")),
             *map(self._loss, self._keys("loss")),
             *map(self._signal, self._keys("signal")),
-            *map(self._gradient, self._keys("gradient", both=False)),
+            *self._scaled(map(self._gradient, self._keys("gradient", both=False))),
             *map(self._start, self._keys("before", both=False)),
             *map(self._state, self._keys("state", both=False)),
             *map(self._update, self._keys("weight")),
         ]
 
-    def first(self) -> Place | None:
-        """The first place that differs; one before the gradients only if these differ as well."""
-        gradients = [place for place in self.places if place.key.kind == "gradient"]
-        reaches = not gradients or any(x.distance > self._base(x.key) for x in gradients)
-        needy = ("input", "output", "loss", "signal")
-        found = (x for x in self.places if x.differs and (reaches or x.key.kind not in needy))
-        return next(found, None)
+    @property
+    def reaches(self) -> bool:
+        """Whether a gradient differs by more than rounding, or there are none to tell."""
+        gradients = [x.key for x in self.places if x.key.kind == "gradient"]
+        return not gradients or any(self._distances[x] > self._roundings[x] for x in gradients)
 
     def alone(self) -> list[str]:
         """Names of modules and weights that one run has alone, and are not compared."""
@@ -227,7 +239,8 @@ class Comparison:
 
     def _place(self, key: Key, allowed: float, **known: Any) -> Place:
         one, other, _ = self._pair(key)
-        apart, how = relative(one, other)
+        # In another cut gradients at what has no rows are other numbers, of the same sum.
+        apart, how = relative(one, other, whole=key.kind != "signal" or self._same_cut)
         self._distances[key] = apart
         ratio = other.norm / one.norm if one and other and one.norm else 1.0
         number, stage = self.steps[0].number, STAGE[key.kind]
@@ -257,15 +270,20 @@ class Comparison:
         moved, known = self._moved(key, made)
         allowed = self._base(key) + GROWTH * self._most(common) + moved
         one, other, _ = self._pair(key)
-        module = one.maker if one else key.name
+        # What one run hands over and the other does not, code around the module has made.
+        alone = [x for x in self._took(key) if not self._pair(x)[2]]
+        makers = [v[x].maker for v in self._values for x in alone if x in v and x.kind == "input"]
+        module = makers[0] if makers else one.maker if one else key.name
         place = self._place(key, allowed, known=known and bool(common or not made), module=module)
         drew = [value.drew for value in (one, other) if value]
         if drew[0] != drew[1]:
             return place._replace(how=f"draws random numbers in {'AB'[drew[1]]} alone")
         if drew[0] and not self._same_random():
             return place._replace(stage=RANDOM)
-        # A number that the model itself returns.
-        return place._replace(stage="loss") if one and not key.name and one.scalar else place
+        if one and not key.name and one.scalar:
+            # A number that the model itself returns: of a micro-batch a mean, or its part of one.
+            return place._replace(stage="loss", allowed=allowed if self._same_cut else math.inf)
+        return place
 
     def _loss(self, key: Key) -> Place:
         outputs = (x for x in self._distances if x.kind == "output")
@@ -279,8 +297,10 @@ class Comparison:
         near = [*sent, value, *users, *(x for user in users for x in self._made(user))]
         moved = max((self._moved(user, None)[0] for user in users), default=0.0)
         allowed = self._base(key) + GROWTH * (self._most(near) + moved)
-        module = min((x.name for x in users if value in self._took(x)), key=len, default=key.name)
-        return self._place(key, allowed, stage=STAGE["signal" if sent else "loss"], module=module)
+        if not sent:
+            return self._place(key, allowed, stage="loss", module="")
+        takers = {x.name for x in users if value in self._took(x)} or {key.name}
+        return self._place(key, allowed, module=_around(takers))
 
     def _gradient(self, key: Key) -> Place:
         """Of a parameter: from the signals and values of its module."""
@@ -295,9 +315,21 @@ class Comparison:
         if one is not None and other is not None and one.norm and other.norm:
             # Terms of the sum that cancel are rounded as the largest.
             sent = max(self._norms(signals), default=one.norm)
-            terms = max(1.0, sent * max(self._norms(made), default=1.0) / min(one.norm, other.norm))
+            terms = max(1.0, sent * max(self._norms(made), default=1.0) / max(one.norm, other.norm))
         rounding = self._base(key) * (1.0 if self._noise[key] else terms)
+        self._roundings[key] = rounding
         return self._place(key, rounding + GROWTH * terms * self._most([*near, *signals]))
+
+    def _scaled(self, places: Iterable[Place]) -> list[Place]:
+        """Gradients: where most have one factor, as by clipping, what has another is the reason."""
+        places = [*places]
+        ratios = sorted(x.ratio for x in places if x.differs and x.distance < math.inf)
+        ratio = ratios[len(ratios) // 2] if ratios else 1.0
+        alike = [x for x in places if x.differs and _is_factor(self._pair(x.key), ratio)]
+        others = [x for x in places if x.differs and x not in alike]
+        if others and len(alike) > len(others):
+            places = [x._replace(allowed=math.inf) if x in alike else x for x in places]
+        return places
 
     def _state(self, key: Key) -> Place:
         inputs = [key._replace(kind="before"), Key("gradient", key.name)]
@@ -350,7 +382,7 @@ class Comparison:
         else:
             size = max(self._norms([key]), default=0.0)
             moved *= WEIGHTS_GROWTH * max([1.0, *self._norms(made)])
-        return moved / size if moved else 0.0, sorted(names[0]) == sorted(names[1])
+        return moved / size if size else 0.0, sorted(names[0]) == sorted(names[1])
 
     def _norms(self, keys: Iterable[Key]) -> list[float]:
         """Norms of those that are no whole numbers."""
@@ -366,17 +398,21 @@ class Comparison:
         return one == other
 
 
-def relative(one: Value | None, other: Value | None) -> tuple[float, str]:
-    """Relative distance of two values, and their difference in words where it is another one."""
+def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> tuple[float, str]:
+    """Relative distance of two values, and their difference in words where it is another one.
+
+    ``whole``: whether their sizes and norms have to be alike as well.
+    """
     if one is None or other is None:
         return math.inf if one or other else 0.0, "missing in " + ("A" if one is None else "B")
-    if one.count != other.count:
+    if one.count != other.count and whole:
         return math.inf, f"{one.count:g} elements in A, {other.count:g} in B"
     if one.z is None or other.z is None:
         same = one.z is other.z
         return 0.0 if same else math.inf, "" if same else "not finite in " + "AB"[one.z is not None]
     most = max(one.norm, other.norm)
-    apart = max(distance(one.z, other.z), abs(one.norm - other.norm)) / most if most else 0.0
+    apart = max(distance(one.z, other.z), whole * abs(one.norm - other.norm))
+    apart = apart / most if most else 0.0
     how = f"{one.type} in A, {other.type} in B" if one.type != other.type else ""
     if most and not (one.norm and other.norm):
         how = "zero in " + ("B" if one.norm else "A")
@@ -417,12 +453,21 @@ def _owned(values: Mapping[Key, Value], orders: Sequence[Sequence[Key]]) -> dict
     return found
 
 
+def _around(names: Iterable[str]) -> str:
+    """The name, or that of the module around all of several."""
+    first, *others = (name.split(".") for name in names)
+    for other in others:
+        same = [a == b for a, b in zip(first, other, strict=False)]
+        first = first[: [*same, False].index(False)]
+    return ".".join(first)
+
+
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
 def _weight(key: Key) -> Key:
-    return Key("weight", key.name, key.part if key.kind == "start" else "")
+    return Key("weight", key.name, key.part if key.kind in ("start", "weight") else "")
 
 
 def _value(signal: Key) -> Key:

@@ -1,6 +1,7 @@
 """Writes sketches of a training's steps, by which two runs are compared."""
 
 import random
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -18,7 +19,7 @@ from torch.utils import _pytree
 from steadygrad._checks import InputError, check_count, check_type
 from steadygrad._files import replace
 from steadygrad._names import own_name
-from steadygrad.distributed import data_parallel_world
+from steadygrad.distributed import data_parallel_world, process_world
 from steadygrad.shards import is_copy
 from steadygrad.trace.passes import Passes
 from steadygrad.trace.record import AFTER, encoded, file_name
@@ -82,7 +83,11 @@ class Trace(AbstractContextManager["Trace"]):
         self.model, self.folder = model, Path(folder)
         self._every, self._steps = check_count("every", every), check_count("steps", steps)
         self.number = self._start = check_count("start", start, low=0)
-        self._world = data_parallel_world(model)
+        with warnings.catch_warnings():
+            # A model may be wrapped around, as by Hugging Face's Trainer, or average by itself.
+            warnings.simplefilter("ignore")
+            world = data_parallel_world(model)
+        self._world = world if world.size > 1 else process_world()
         self._make_folder()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._shared = Shared(device, weakref.ref(self))

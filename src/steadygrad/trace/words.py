@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from steadygrad.trace.diff import Difference, Place
+from steadygrad.trace.diff import STAGE, Difference, Place
 
 __all__ = ["place_in_words", "share", "summary"]
 
+FORWARD = STAGE["output"]
 _NOUNS = {
     "data": "input {part} of the model",
     "start": "{name}",
@@ -63,7 +64,7 @@ def _answer(found: Difference) -> str:
         return "Not known: no step was traced in both runs."
     if first is None:
         span = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-        outputs = [p for places in found.steps.values() for p in places if p.key.kind == "output"]
+        outputs = [p for places in found.steps.values() for p in places if p.stage == FORWARD]
         most = max((place.distance for place in outputs), default=0.0)
         apart = f"; outputs of modules differ by at most {share(most)}" if most else ", to the bit"
         return f"The runs are the same within rounding over {span}{apart}."
@@ -80,7 +81,8 @@ def _agreement(found: Difference) -> str:
     """What agrees before the first place that differs."""
     if found.first is None:
         return ""
-    *earlier, last = found.steps
+    last = found.first.step
+    earlier = [number for number in found.steps if number < last]
     before = found.steps[last][: found.steps[last].index(found.first)]
     steps = f"{len(earlier)} step{'s' * (len(earlier) > 1)} and " if earlier else ""
     most = max((place.distance / (place.allowed or 1.0) for place in before), default=0.0)
