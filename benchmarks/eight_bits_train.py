@@ -19,8 +19,7 @@ from side_by_side import hardware
 from steadygrad.optim.codes import is_coded
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order
 from steadygrad.studies.paired import ALPHA, compare

@@ -15,7 +15,7 @@ from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.cli.console import Monitor, emit, note, printable, rendered
 from steadygrad.cli.options import options_of
-from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.distributed import Deadline, StudyInterrupted
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import dumps
 from steadygrad.studies.order import generators_kept

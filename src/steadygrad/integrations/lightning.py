@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from steadygrad._checks import InputError
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.windows import rows_of, windows
+from steadygrad.integrations.windows import StepWatch, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler

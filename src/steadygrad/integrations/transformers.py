@@ -17,8 +17,7 @@ from steadygrad._checks import InputError, check_type
 from steadygrad.balance import LossBalancer
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
-from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.windows import Window, rows_of, windows
+from steadygrad.integrations.windows import StepWatch, Window, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.watch import Finding

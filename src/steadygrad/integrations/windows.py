@@ -1,15 +1,18 @@
-"""Micro-batches of trainers: their rows, and how many make up each optimizer step."""
+"""Steps of trainers: micro-batches and their rows, and a watch that is asked once a step."""
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.noise.schedule import BatchSizeSchedule
+from steadygrad.watch import Finding, GradientWatch
 
-__all__ = ["Window", "rows_of", "windows"]
+__all__ = ["StepWatch", "Window", "rows_of", "windows"]
 
 
 def rows_of(batch: Any) -> int:
@@ -80,3 +83,25 @@ def windows(
         start += length
         if start == epoch_batches:
             epoch, start = epoch + 1, 0
+
+
+class StepWatch(GradientWatch):
+    """Warns once for each run of consecutive steps with non-finite gradients.
+
+    Args:
+        model: The model as it is called in training.
+        findings: Where the causes are appended.
+    """
+
+    def __init__(self, model: nn.Module, findings: list[Finding]) -> None:
+        super().__init__(model)
+        self._findings, self._broken = findings, False
+
+    def step(self) -> None:
+        """Looks at the step's gradients, which waits for the device; every process must call it."""
+        broken = not math.isfinite(math.hypot(*self.norms().values()))
+        finding = self.report() if broken and not self._broken else None
+        self._broken = broken
+        if finding is not None:
+            self._findings.append(finding)
+            warnings.warn(str(finding), stacklevel=2)

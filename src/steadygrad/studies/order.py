@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steadygrad.studies.trials import seed_for
+from steadygrad.studies.schema import seed_for
 
 
 def generators_kept(device: torch.device) -> ExitStack:

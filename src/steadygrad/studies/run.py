@@ -14,8 +14,7 @@ from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.studies import page, work
 from steadygrad.studies.calibration import calibrate, resolve_device
-from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import BUDGET, Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers, cluster_workers, local_workers
 from steadygrad.studies.files import OBJECT, load, located, remember, trusted
 from steadygrad.studies.folder import (

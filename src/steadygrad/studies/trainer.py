@@ -15,7 +15,7 @@ from steadygrad._checks import InputError
 from steadygrad.studies.distributed import DistributedContext, StateDict, on_host
 from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
 from steadygrad.studies.order import Order, generators_kept
-from steadygrad.studies.trials import seed_for
+from steadygrad.studies.schema import seed_for
 from steadygrad.tasks import (
     Task,
     TaskError,

@@ -18,8 +18,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.deadline import Deadline, StudyInterrupted
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
@@ -33,9 +32,8 @@ from steadygrad.studies.folder import (
 )
 from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.order import Order
-from steadygrad.studies.schema import Result
+from steadygrad.studies.schema import Result, Trial, evaluation_cost
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
 from steadygrad.tasks.check import reason
 

@@ -8,7 +8,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
 from steadygrad.studies.ladder import SEEDS

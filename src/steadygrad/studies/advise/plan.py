@@ -13,8 +13,8 @@ from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.paired import MOST
+from steadygrad.studies.schema import start_up
 from steadygrad.studies.text import show
-from steadygrad.studies.trials import start_up
 
 MAX_MULTIPLE = 512
 # Fewest steps of the largest batch in a training, and of the smallest.

@@ -12,7 +12,7 @@ from steadygrad.studies.advise.plan import END_MARKS, LENGTHS
 from steadygrad.studies.advise.schema import Header
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import looked, next_look
-from steadygrad.studies.trials import Trial, evaluation_cost
+from steadygrad.studies.schema import Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
