@@ -9,8 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, panel
-from steadygrad.studies.page import render
+from steadygrad.studies.page import CRITICAL, INK, VARIABLES, chart, label, panel, render
 from steadygrad.studies.text import loss, show
 from tests.unit.report.conftest import made_run
 
