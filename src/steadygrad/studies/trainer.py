@@ -185,7 +185,8 @@ class Trainer:
         )
         if (start := self._start) is None:
             after = fingerprints(self.model)
-            together(lambda: check_model_maker(self._make_anew, before, after))
+            make = partial(self._make_anew, 0)
+            together(lambda: check_model_maker(make, before, after))
         elif saved := start[1]:
             # The step began without the checkpoint's state, and made one of its own; on the host,
             # as the device has no room for two.
