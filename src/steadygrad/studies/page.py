@@ -22,7 +22,7 @@ from steadygrad.studies import text
 from steadygrad.studies.folder import HEADER, Run, read_run, replace_file, summarize, understanding
 
 PAGE = "report.html"
-Painter = Callable[[Figure, bool], None]
+Painter = Callable[[Figure], None]
 
 # Matplotlib wants real colours. Each of these stands for one of the page's CSS variables, which
 # differ between light, dark and print.
@@ -30,7 +30,8 @@ NAMES = ("ink", "muted", "grid", "paper", "critical", "noise")
 VARIABLES = {f"#0101{number:02}": name for number, name in enumerate(NAMES, start=1)}
 INK, MUTED, GRID, PAPER, CRITICAL, NOISE = VARIABLES
 
-WIDE, NARROW, PANEL = 800, 380, (240, 190)
+# Of one of several small charts side by side.
+PANEL = 240, 190
 
 STYLE = {
     "axes.axisbelow": True,
@@ -119,22 +120,14 @@ def _shown(value: Any) -> str:
     return text.show(value, digits=6)
 
 
-def chart(name: str, description: str, paint: Painter, *, height: int = 320) -> Markup:
-    """Draws a chart twice: for a wide page, and for a phone, where text must not shrink.
+def chart(
+    name: str, description: str, paint: Painter, size: tuple[float, float] = (800, 320)
+) -> Markup:
+    """Draws a chart.
 
-    One page uses each name once; the description is for a reader who cannot see the chart; the
-    painter's second argument says whether it is the narrow one; the height is that of the wide one.
+    One page uses each name once; the description is for a reader who cannot see the chart.
     """
-    wide = _svg(name + "-w", description, paint, (WIDE, height))
-    narrow = _svg(name + "-n", description, paint, (NARROW, max(height * 0.9, 250)))
-    both = '<div class="chart"><div class="wide">{}</div><div class="narrow">{}</div></div>'
-    return Markup(both).format(wide, narrow)
-
-
-def panel(name: str, description: str, paint: Painter) -> Markup:
-    """Draws one of several small charts that stand side by side."""
-    drawn = _svg(name, description, paint, PANEL)
-    return Markup('<div class="chart">{}</div>').format(drawn)
+    return Markup('<div class="chart">{}</div>').format(_svg(name, description, paint, size))
 
 
 def _svg(name: str, description: str, paint: Painter, size: tuple[float, float]) -> Markup:
@@ -143,7 +136,7 @@ def _svg(name: str, description: str, paint: Painter, size: tuple[float, float])
         # The browser has fonts that Matplotlib lacks: a missing glyph here is none there.
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         drawing = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        paint(drawing, size[0] < WIDE)
+        paint(drawing)
         drawing.savefig(out, format="svg", transparent=True)
     # The stand-alone SVG becomes a part of the page.
     body = out.getvalue().partition("<svg")[2].partition(">")[2]

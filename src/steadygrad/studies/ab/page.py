@@ -20,12 +20,12 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     for arm, name in enumerate(changes.names):
         if arm and changes.metrics(0, arm).size:
             spoken, paint = f"Differences of {name} from A by pair.", partial(_paint, changes, arm)
-            courses.append((name, chart(f"pairs-{arm}", spoken, paint, height=240)))
+            courses.append((name, chart(f"pairs-{arm}", spoken, paint, (800, 240))))
     arms = zip(changes.names, run.header.plan.arms, strict=True)
     return {"courses": courses, "arms": dict(arms)}
 
 
-def _paint(changes: Changes, arm: int, figure: Figure, narrow: bool) -> None:
+def _paint(changes: Changes, arm: int, figure: Figure) -> None:
     (a, b), course, axes = changes.metrics(0, arm), changes.judged(arm).course, figure.subplots()
     n, known = np.arange(1, 1 + len(a)), np.isfinite(course.half) & ~course.failed
     style: Any = {"fmt": "_", "ms": 12, "color": CRITICAL, "capsize": 3}

@@ -36,7 +36,7 @@ def _growth(grown: Growth, samples: str) -> Markup:
     points = [(one, CRITICAL) for one in grown.lengths]
     points += [(grown.predicted, NOISE)] if grown.predicted else []
 
-    def paint(figure: Figure, narrow: bool) -> None:
+    def paint(figure: Figure) -> None:
         axes = figure.subplots()
         for one, colour in points:
             # No interval is drawn to an end that is not known.

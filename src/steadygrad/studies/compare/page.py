@@ -12,7 +12,7 @@ from steadygrad.studies.compare import words
 from steadygrad.studies.compare.findings import Optimizers, titles_of
 from steadygrad.studies.compare.schema import KNOWN, Summary, Tuned
 from steadygrad.studies.folder import Run
-from steadygrad.studies.page import CRITICAL, INK, MUTED, NOISE, PAPER, label, panel
+from steadygrad.studies.page import CRITICAL, INK, MUTED, NOISE, PANEL, PAPER, chart, label
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import listed, plural, show
 
@@ -52,7 +52,7 @@ def _rates(evidence: Optimizers, arm: int, name: str, tuned: Tuned) -> Markup | 
     if not known:
         return None
 
-    def paint(figure: Figure, _: bool) -> None:
+    def paint(figure: Figure) -> None:
         axes, rates = figure.subplots(), sorted({lr for lr, _ in known})
         ticks = rates[:: math.ceil(len(rates) / 4)]
         axes.set_xscale("log", base=2)
@@ -70,7 +70,7 @@ def _rates(evidence: Optimizers, arm: int, name: str, tuned: Tuned) -> Markup | 
         _limit(axes, [loss for _, loss in known if math.isfinite(loss)])
 
     spoken = f"Validation loss with {label(name)} over the learning rate."
-    return panel(f"rates-{arm}", spoken, paint)
+    return chart(f"rates-{arm}", spoken, paint, PANEL)
 
 
 def _limit(axes: Axes, losses: Sequence[float]) -> None:

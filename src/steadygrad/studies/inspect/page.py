@@ -46,9 +46,9 @@ def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind
     drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
     names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
 
-    def paint(figure: Figure, narrow: bool) -> None:
+    def paint(figure: Figure) -> None:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-        titles = [label(layer_title(name), 13 if narrow else 24) for name in names]
+        titles = [label(layer_title(name)) for name in names]
         for axes, phase in zip(panels, drawn, strict=True):
             _paint(axes, [held[phase].get((name, kind)) for name in names])
             axes.set_ylim(len(names) - 0.4, -0.6)
@@ -58,7 +58,7 @@ def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind
 
     spoken = f"Exponents of the gradients of {kind}, layer by layer, before and after."
     height = 90 + len(drawn) * (50 + 21 * len(names))
-    return chart(f"heat-{kind}", spoken, paint, height=height)
+    return chart(f"heat-{kind}", spoken, paint, (800, height))
 
 
 def _paint(axes: Axes, rows: Sequence[Exponents | None]) -> None:

@@ -50,7 +50,7 @@ def painted(monkeypatch):
         monkeypatch.setattr(page, "chart", lambda *a, **k: painters.update({a[0]: a[2]}))
         page.view(made_run(*results), None)
         figure = Figure()
-        painters[name](figure, False)
+        painters[name](figure)
         return figure.axes
 
     return paint
