@@ -16,11 +16,7 @@ __all__ = ["StepWatch", "Window", "rows_of", "windows"]
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of the first tensor of a micro-batch, which may be a nest of mappings and sequences.
-
-    Raises:
-        InputError: If it has none.
-    """
+    """Rows of the first tensor of a micro-batch, a nest of mappings and sequences."""
     # A tokenizer's BatchEncoding is a mapping that torch's pytree does not know.
     leaves = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
@@ -33,19 +29,12 @@ def rows_of(batch: Any) -> int:
 
 
 class Window(NamedTuple):
-    """One optimizer step's micro-batches.
+    """One optimizer step's micro-batches."""
 
-    Attributes:
-        epoch: Epoch that it lies in, from 0.
-        start: Micro-batches of that epoch before it.
-        factor: Micro-batches that the trainer is set to accumulate.
-        length: Micro-batches that it gets: fewer at an epoch's end.
-    """
-
-    epoch: int
-    start: int
-    factor: int
-    length: int
+    epoch: int  # that it lies in, from 0
+    start: int  # micro-batches of that epoch before it
+    factor: int  # micro-batches that the trainer is set to accumulate
+    length: int  # micro-batches that it gets: fewer at an epoch's end
 
 
 def windows(
@@ -86,11 +75,9 @@ def windows(
 
 
 class StepWatch(GradientWatch):
-    """Warns once for each run of consecutive steps with non-finite gradients.
+    """Warns once for each run of consecutive steps with non-finite gradients, and keeps findings.
 
-    Args:
-        model: The model as it is called in training.
-        findings: Where the causes are appended.
+    The model is as it is called in training.
     """
 
     def __init__(self, model: nn.Module, findings: list[Finding]) -> None:
