@@ -19,22 +19,15 @@ ENDLESS = 1 << 62
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate relative to the task's own.
+    """A learning rate relative to the task's own."""
 
-    Attributes:
-        batch_size: Batch size that the task's rule scales the rate to; None: the task's own.
-        factor: What the scaled rate is multiplied by.
-        warmup_samples: Samples over which the rate rises from ``start`` times the task's own.
-        total: Samples of the whole run, for a task whose rate decays; 0: it does not.
-        stands_for: Samples of a longer run whose warm-up and decay are shortened to ``total``.
-    """
-
+    # Batch size that the task's rule scales the rate to; None: the task's own.
     batch_size: int | None = None
-    factor: float = 1.0
-    warmup_samples: int = 0
-    total: int = 0
+    factor: float = 1.0  # what the scaled rate is multiplied by
+    warmup_samples: int = 0  # samples over which the rate rises from `start` times the task's own
+    total: int = 0  # samples of the whole run, for a task whose rate decays; 0: it does not
     start: float = 1.0
-    stands_for: int = 0
+    stands_for: int = 0  # samples of a longer run whose warm-up and decay are shortened to `total`
 
 
 class RateSetter:

@@ -154,22 +154,15 @@ def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
 
 
 class Told(NamedTuple):
-    """A comparison of B with A after all pairs.
+    """A comparison of B with A after all pairs."""
 
-    Attributes:
-        mean: Mean of B's less A's metric or, once a run has failed, of the shares of failed runs.
-        low: Lower end of its interval; ``high`` is the upper one.
-        variance: Of one difference; NaN by a single pair.
-        lost: Failed runs of A and of B.
-        is_told: Whether the interval leaves out zero.
-    """
-
+    # Mean of B's less A's metric or, once a run has failed, of the shares of failed runs.
     mean: float
-    low: float
+    low: float  # lower end of its interval; `high` is the upper one
     high: float
-    variance: float
-    lost: tuple[int, int]
-    is_told: bool
+    variance: float  # of one difference; NaN by a single pair
+    lost: tuple[int, int]  # failed runs of A and of B
+    is_told: bool  # whether the interval leaves out zero
 
 
 def tell(a: Floats, b: Floats, alpha: float = ALPHA, choice: float = 0.0) -> Told:

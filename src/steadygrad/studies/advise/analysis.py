@@ -38,20 +38,13 @@ Curves = Mapping[int, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Trainings at one batch size beside the smallest batch's with the same seeds.
+    """Trainings at one batch size beside the smallest batch's with the same seeds."""
 
-    Attributes:
-        runs: Of the pairs up to the last look, by seed.
-        losses: The smallest batch's, shape ``(lengths, pairs)``.
-        places: The samples that they stand for, shape ``(lengths,)``.
-        prior: Variance of the differences at other batch sizes.
-    """
-
-    runs: tuple[Training, ...]
-    losses: Floats
-    places: Floats
+    runs: tuple[Training, ...]  # of the pairs up to the last look, by seed
+    losses: Floats  # the smallest batch's, shape `(lengths, pairs)`
+    places: Floats  # the samples that they stand for, shape `(lengths,)`
     tolerance: float
-    prior: Prior = paired.NOTHING
+    prior: Prior = paired.NOTHING  # variance of the differences at other batch sizes
 
     @classmethod
     def of(
