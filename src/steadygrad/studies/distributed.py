@@ -183,11 +183,7 @@ class DistributedContext:
         return indices.view(self.size, len(indices) // self.size)[self.rank]
 
     def poll(self, values: Sequence[float] = ()) -> list[float]:
-        """Averages numbers over the ranks, and ends them all when one has to stop.
-
-        Raises:
-            StudyInterrupted: If the budget is over by rank 0's clock, or a signal came to a rank.
-        """
+        """Averages numbers over the ranks; ends all by rank 0's clock, or a signal to one."""
         flags = self.deadline.flags
         if not self.is_main:
             flags[-1] = 0.0

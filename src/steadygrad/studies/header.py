@@ -126,11 +126,7 @@ def _first_losses(trainer: Trainer) -> tuple[float, ...]:
 
 
 def changes(header: Header, trainer: Trainer) -> list[str]:
-    """Warnings about changes that may alter the last digits when a run continues.
-
-    Raises:
-        InputError: If the study cannot continue to the same numbers at all.
-    """
+    """Warnings about changes that may alter the last digits; refuses those that alter more."""
     then, now = header.task, describe_task(trainer, header.task.spec)
     for name in then.__struct_fields__:
         _check_same(name, getattr(then, name), getattr(now, name), "the task as it was")

@@ -84,11 +84,8 @@ def conduct(
     SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
     by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
     only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``. If
-    training diverges, the task's code raises, or no page can be written, the outcome says so.
-
-    Raises:
-        InputError: For anything that cannot be used, or if the budget was over before any answer.
-        StudyInterrupted: By a signal before the run was begun.
+    training diverges, the task's code raises, or no page can be written, the outcome says so. A
+    signal before the run was begun raises, and so does a budget that was over before any answer.
     """
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(

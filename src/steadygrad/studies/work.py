@@ -173,12 +173,7 @@ class Coordinator:
         self.renewed = False
 
     def run(self) -> None:
-        """Runs all trials whose results are not there, and closes the pool.
-
-        Raises:
-            StudyInterrupted: When the study has to stop.
-            InputError: If a trial fails, or workers are lost.
-        """
+        """Runs all trials whose results are not there, and closes the pool."""
         try:
             with suppress(OSError):
                 (self.folder / STOP_FILE).unlink()

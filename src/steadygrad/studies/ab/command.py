@@ -51,11 +51,7 @@ def run_command(
 ) -> tuple[float, dict[str, int]]:
     """Runs a command to its end, or until ``poll`` raises, and leaves none of its processes.
 
-    Returns the metric and the peak of memory.
-
-    Raises:
-        RunFailed: By the command's own fault, with the last line that it printed.
-        InputError: Where the command could not be run.
+    Returns the metric and the peak of memory. Its own fault is a :class:`RunFailed`.
     """
     printed = bytearray()
     try:
