@@ -16,8 +16,8 @@ from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.plan import FEWEST_STEPS, sizes_of
 from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.trials import TRIALS
+from steadygrad.studies.course import Order
 from steadygrad.studies.folder import SCHEMA, Results
-from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Runtime, TaskInfo, seed_for
 from steadygrad.studies.trainer import Rate
 from steadygrad.studies.work import Workplace, trials_of

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from steadygrad._checks import InputError
+from steadygrad.studies.course import Order, Rate
 from steadygrad.studies.header import cores, memory_bytes
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 

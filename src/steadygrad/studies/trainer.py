@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
+from steadygrad.studies.course import Order, Rate, RateSetter, generators_kept, has_second_moment
 from steadygrad.studies.distributed import DistributedContext, StateDict, on_host
-from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
-from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.schema import seed_for
 from steadygrad.tasks import (
     Task,

@@ -18,6 +18,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
+from steadygrad.studies.course import Order, Rate
 from steadygrad.studies.distributed import Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.files import load_recorded_task
@@ -30,8 +31,6 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
 from steadygrad.studies.schema import Result, Trial, evaluation_cost
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import Task

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, RAdam, Rprop, lr_scheduler
 import steadygrad
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise
+from steadygrad.studies.course import Order
 from steadygrad.studies.folder import DEPENDENT, read_run
-from steadygrad.studies.order import Order
 from tests.refusals import refused
 from tests.unit.studies.framework import begin, go_on, make_trainer
 from tests.unit.studies.tiny_task import boom, centered, losses, make_model, make_task, mean

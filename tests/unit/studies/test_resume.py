@@ -11,7 +11,7 @@ from steadygrad.studies.advise.schema import Settings
 from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
-from steadygrad.studies.ladder import SEEDS
+from steadygrad.studies.paired import SEEDS
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import run_trial

@@ -9,8 +9,8 @@ from matplotlib.ticker import NullFormatter
 
 from steadygrad.studies.advise.schema import Growth, Summary
 from steadygrad.studies.folder import Run
-from steadygrad.studies.ladder import SEEDS
 from steadygrad.studies.page import CRITICAL, INK, NOISE, chart
+from steadygrad.studies.paired import SEEDS
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import plural, show
 

@@ -15,9 +15,9 @@ from steadygrad.studies.calibration import measured_speed
 from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
 from steadygrad.studies.compare.schema import KNOWN, Arm, Header, Plan, Settings, Traits
+from steadygrad.studies.course import Rate
 from steadygrad.studies.folder import Results
-from steadygrad.studies.ladder import SEEDS, USUAL
-from steadygrad.studies.learning_rate import Rate
+from steadygrad.studies.paired import SEEDS, USUAL
 from steadygrad.studies.schema import SHARE, Training, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Workplace

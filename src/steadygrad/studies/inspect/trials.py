@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
 from steadygrad.scale.layers import automatic_layers
+from steadygrad.studies.course import Order, generators_kept
 from steadygrad.studies.folder import Results
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
-from steadygrad.studies.order import Order, generators_kept
 from steadygrad.studies.schema import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Trainer
 from steadygrad.studies.work import Workplace

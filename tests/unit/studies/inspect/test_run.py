@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from steadygrad.studies.course import Order, seed_for
 from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.inspect import trials
 from steadygrad.studies.inspect.schema import Effect, Forward, Proposal
-from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.page import render
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, lines, tiny

@@ -12,10 +12,10 @@ from torch import nn
 
 from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import exponent_histogram
+from steadygrad.studies.course import generators_kept
 from steadygrad.studies.inspect import trials
 from steadygrad.studies.inspect.analysis import counts_of, lost, shares_of
 from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
-from steadygrad.studies.order import generators_kept
 from tests.reference.layerwise import fates
 from tests.unit.studies.fp16_task import Explode
 from tests.unit.studies.framework import generators, make_trainer
