@@ -203,9 +203,8 @@ class PackedSum:
         every process must know. ``terms`` are, for each index, the numbers of joint sums, of which
         there are ``count``, and each parameter's parts of them.
 
-        Returns:
-            The sums; whether the flag is up on any process; and the joint sums, with shape
-            ``(count)``: their means over all processes that share a parameter.
+        Returned are the sums; whether the flag is up on any process; and the joint sums, with shape
+        ``(count)``: their means over all processes that share a parameter.
         """
         # In the widest type, so that the order of processes costs no digits.
         packed = self._weights.new_zeros(rows, len(self._weights) + 1)
@@ -314,9 +313,8 @@ class PartialGradients:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """Lays gradients, None where this process has none, out as their parameters are.
 
-        Returns:
-            This process's parts, and whether any process has the gradient, of partial ones only,
-            boolean with shape ``(params)``; None: none is partial.
+        Returned are this process's parts, and whether any process has the gradient, of partial ones
+        only, boolean with shape ``(params)``; None: none is partial.
         """
         axes = [_partial_axes(g, p) for g, p in zip(gradients, params, strict=True)]
         if self._known is None:

@@ -29,12 +29,16 @@ def rows_of(batch: Any) -> int:
 
 
 class Window(NamedTuple):
-    """One optimizer step's micro-batches."""
+    """One optimizer step's micro-batches.
 
-    epoch: int  # that it lies in, from 0
-    start: int  # micro-batches of that epoch before it
-    factor: int  # micro-batches that the trainer is set to accumulate
-    length: int  # micro-batches that it gets: fewer at an epoch's end
+    It lies in an ``epoch``, from 0, after ``start`` micro-batches. The trainer is set to accumulate
+    ``factor`` micro-batches, and gets ``length`` of them: fewer at an epoch's end.
+    """
+
+    epoch: int
+    start: int
+    factor: int
+    length: int
 
 
 def windows(

@@ -212,7 +212,6 @@ class Evidence:
     def __init__(self, header: Any, results: Results) -> None:
         self.header, self.plan, self.settings = header, header.plan, header.settings
         self.task: TaskInfo = header.task
-        self.results = results
         self._found: dict[tuple[int, int, float], dict[int, Training]] = {}
         for one in results.select(Training):
             self._found.setdefault((one.arm, one.samples, one.step), {})[one.seed] = one
