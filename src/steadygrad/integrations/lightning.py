@@ -23,13 +23,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("lightning", "lightning") from error
 
-__all__ = [
-    "BatchSizeCallback",
-    "GradientWatchCallback",
-    "LayerwisePrecision",
-    "NoiseScaleCallback",
-]
-
 
 def check_support(trainer: Trainer, module: LightningModule) -> None:
     """Checks that Lightning accumulates the gradients and keeps them with their parameters."""

@@ -14,8 +14,6 @@ from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale
 from steadygrad.numerics import exact
 
-__all__ = ["balancer_metrics", "noise_metrics", "optimizer_metrics"]
-
 
 def noise_metrics(noise: NoiseScale, *, all_numbers: bool = False) -> dict[str, float]:
     """The noise scale with its interval, of the whole and by group; waits for the device.

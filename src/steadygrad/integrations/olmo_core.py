@@ -16,8 +16,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("ai2-olmo-core", None) from error
 
-__all__ = ["NoiseScaleCallback"]
-
 
 @dataclass
 class NoiseScaleCallback(Callback):

@@ -23,7 +23,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("torchtitan", None) from error
 
-__all__ = ["SteadygradOptimizers", "optimizers"]
 
 OPTIMIZERS: dict[str, Any] = {kind.__name__: kind for kind in (LAMB, LANS, ScaledAdam)}
 

@@ -12,8 +12,6 @@ from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.watch import Finding, GradientWatch
 
-__all__ = ["StepWatch", "Window", "rows_of", "windows"]
-
 
 def rows_of(batch: Any) -> int:
     """Rows of the first tensor of a micro-batch, a nest of mappings and sequences."""

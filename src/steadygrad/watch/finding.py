@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Evidence", "Finding", "Habits", "Seen", "is_finite"]
-
 # Rows that a finding lists at most.
 _MOST_ROWS = 16
 
