@@ -17,9 +17,9 @@ from steadygrad.cli.console import Monitor, emit, note, printable, rendered
 from steadygrad.cli.options import options_of
 from steadygrad.studies.course import generators_kept
 from steadygrad.studies.distributed import Deadline, StudyInterrupted
-from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import dumps
 from steadygrad.studies.page import PAGE
+from steadygrad.studies.record import OBJECT
 from steadygrad.studies.run import Outcome, conduct
 from steadygrad.studies.schema import Summary
 from steadygrad.tasks import Task

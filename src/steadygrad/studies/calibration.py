@@ -8,7 +8,7 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.course import Order, Rate
-from steadygrad.studies.header import cores, memory_bytes
+from steadygrad.studies.record import cores, memory_bytes
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 

@@ -16,7 +16,6 @@ from steadygrad.studies import page, work
 from steadygrad.studies.calibration import calibrate, resolve_device
 from steadygrad.studies.distributed import BUDGET, Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers, cluster_workers, local_workers
-from steadygrad.studies.files import OBJECT, load, located, remember, trusted
 from steadygrad.studies.folder import (
     HEADER,
     Results,
@@ -31,8 +30,8 @@ from steadygrad.studies.folder import (
     understanding,
     write_summary,
 )
-from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.paired import MOST
+from steadygrad.studies.record import OBJECT, changes, load, located, make_header, remember, trusted
 from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import Task

@@ -188,7 +188,7 @@ class HeaderOf(msgspec.Struct, Generic[Chosen, Planned], frozen=True, kw_only=Tr
     settings: Chosen
     plan: Planned
     runtime: Runtime
-    # Versions and hardware, of :func:`steadygrad.studies.header.environment`.
+    # Versions and hardware, of :func:`steadygrad.studies.record.environment`.
     environment: Mapping[str, Any]
     # SHA-256 of the user's files, by the function that comes from them.
     files: dict[str, dict[str, str]] = {}

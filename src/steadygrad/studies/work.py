@@ -21,7 +21,6 @@ from steadygrad._studies import module_of
 from steadygrad.studies.course import Order, Rate
 from steadygrad.studies.distributed import Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers
-from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
     Results,
     RunError,
@@ -31,6 +30,7 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
+from steadygrad.studies.record import load_recorded_task
 from steadygrad.studies.schema import Result, Trial, evaluation_cost
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import Task

@@ -19,9 +19,9 @@ from steadygrad.studies.ab.command import RunFailed, run_command
 from steadygrad.studies.ab.findings import Changes
 from steadygrad.studies.ab.schema import ITSELF, LARGEST, MOST, Header, Plan, Settings
 from steadygrad.studies.course import Rate
-from steadygrad.studies.files import OBJECT
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import pairs_needed
+from steadygrad.studies.record import OBJECT
 from steadygrad.studies.schema import SHARE, Training, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.studies.work import Workplace, make_trainer
