@@ -89,7 +89,7 @@ def study(job: tuple[str, int, float, Path]) -> None:
         return
     from steadygrad.studies import work
     from steadygrad.studies.advise.schema import Settings
-    from steadygrad.studies.deadline import Deadline
+    from steadygrad.studies.distributed import Deadline
     from steadygrad.studies.run import start
 
     # What is limited is training.

@@ -19,10 +19,8 @@ from side_by_side import hardware
 from steadygrad.optim.codes import is_coded
 from steadygrad.studies.compare.optimizers import Entry, entries_of
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
+from steadygrad.studies.course import Order, Rate
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.paired import ALPHA, compare
 from steadygrad.studies.trainer import Diverged, Trainer
 from steadygrad.tasks import load_task

@@ -16,11 +16,10 @@ from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.plan import FEWEST_STEPS, sizes_of
 from steadygrad.studies.advise.schema import Header, Plan, Settings
 from steadygrad.studies.advise.trials import TRIALS
+from steadygrad.studies.course import Order
 from steadygrad.studies.folder import SCHEMA, Results
-from steadygrad.studies.order import Order
-from steadygrad.studies.schema import Runtime, TaskInfo
+from steadygrad.studies.schema import Runtime, TaskInfo, seed_for
 from steadygrad.studies.trainer import Rate
-from steadygrad.studies.trials import seed_for
 from steadygrad.studies.work import Workplace, trials_of
 
 __all__ = ["CompiledTrainer", "header_of", "plan_of", "run_study"]

@@ -16,7 +16,7 @@ from numba import njit
 
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.plan import end_marks, sizes_of, warmup_samples
-from steadygrad.studies.learning_rate import Rate
+from steadygrad.studies.course import Rate
 
 __all__ = ["FreshTrainer", "Lengths", "LongWorld", "best_of"]
 

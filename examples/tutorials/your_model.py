@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steadygrad
 from steadygrad.studies.folder import read_run
-from steadygrad.studies.ladder import SEEDS
+from steadygrad.studies.paired import SEEDS
 from steadygrad.studies.schema import Training
 from steadygrad.tasks import Task
 

@@ -8,18 +8,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
 
-__all__ = [
-    "InputError",
-    "check_choice",
-    "check_count",
-    "check_number",
-    "check_type",
-    "from_extra",
-    "install",
-    "launched",
-    "shown",
-]
-
 T = TypeVar("T")
 # What each of several processes needs to find the others.
 LAUNCHED = ("RANK", "MASTER_ADDR", "MASTER_PORT")

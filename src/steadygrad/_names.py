@@ -2,8 +2,6 @@
 
 from torch import nn
 
-__all__ = ["own_name", "plain_name"]
-
 # What wrappers put into names: torch.compile, activation checkpointing, FSDP1.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 

@@ -16,8 +16,6 @@ from torch.utils import _pytree
 
 from steadygrad._checks import InputError
 
-__all__ = ["attributes", "tree_map_tensors", "tree_tensors"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (tuple, list, set, frozenset, deque)
 # How deep to search the containers in an object that cannot be taken apart.

@@ -3,8 +3,6 @@
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["STUDIES", "module_of"]
-
 # Name and question of each study. A study named x is the command `steadygrad x`, and the folder
 # ``studies/x``.
 STUDIES = {

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from steadygrad._checks import InputError, check_number, check_type, shown
 
-__all__ = ["DoubleBuffers", "MovingAverage", "WideBuffers", "check_state"]
-
 M = TypeVar("M", bound="WideBuffers")
 # Whole numbers up to here are exact in every type that counts are kept in.
 _LARGEST_COUNT, _LARGEST = 2.0**53, sys.float_info.max

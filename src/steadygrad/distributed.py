@@ -119,11 +119,7 @@ def gather_json(value: T, world: World, device: torch.device) -> list[T]:
 
 
 def process_world(group: Group | str = "all") -> World:
-    """The processes that take every step together: ``"all"``, this one (None), or a process group.
-
-    Raises:
-        InputError: If ``group`` is none of these.
-    """
+    """The processes that take steps together: ``"all"``, this one (None), or a process group."""
     if not (group is None or group == "all" or isinstance(group, dist.ProcessGroup)):
         raise InputError(
             "Parameter `process_group` should be 'all', None or a process group. Found "
@@ -156,8 +152,7 @@ class RankSum:
     def prepare(self, device: torch.device, options: str) -> None:
         """Creates the process group for sums on a device, once; every member must call this.
 
-        Raises:
-            InputError: If ``options``, which settle the vectors' lengths, differ; on every process.
+        ``options`` settle the vectors' lengths, and must not differ.
         """
         world = process_world(self.members)
         if world.size == 1 or self._own[0] is dist.group.WORLD:
@@ -175,9 +170,7 @@ class RankSum:
     def __call__(self, packed: Tensor, agreed: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of ``packed``, and where ``agreed`` differs; both alike everywhere, to the bit.
 
-        Args:
-            packed: Numbers to sum, float64 with shape ``(n,)``.
-            agreed: Numbers that should be the same on all processes, float64 with shape ``(m,)``.
+        Both are float64 vectors.
         """
         made_in, own = self._own
         world = own if made_in is dist.group.WORLD else process_world(self.members)

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "exact", "inner_products", "may_hold", "part_sums", "square_sums", "wide"]
-
 # Types that sums are taken in: asking torch counts as a call of an operator.
 _WIDE = (torch.float32, torch.float64)
 # Widest floating type by type of device, as found out.

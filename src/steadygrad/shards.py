@@ -215,20 +215,14 @@ class PackedSum:
         terms: Sequence[tuple[int | slice, Tensor]] = (),
         count: int = 0,
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Adds up over shards.
+        """Adds up local sums over shards: columns ``(rows, len(index))``, for each of the indices.
 
-        Args:
-            indices: Indices of some parameters, one tensor for each of ``columns``.
-            columns: Local sums of these parameters, each with shape ``(rows, len(index))``; none if
-                this process works on nothing and others may.
-            rows: Number of rows, the same on all processes.
-            flag: What every process must know, with shape ``()``; None: nothing.
-            terms: For each index the numbers of joint sums, and each parameter's parts of them.
-            count: Number of joint sums.
+        There are none if this process works on nothing and others may. ``flag``, ``()``, is what
+        every process must know. ``terms`` are, for each index, the numbers of joint sums, of which
+        there are ``count``, and each parameter's parts of them.
 
-        Returns:
-            The sums; whether the flag is up on any process; and the joint sums, with shape
-            ``(count)``: their means over all processes that share a parameter.
+        Returned are the sums; whether the flag is up on any process; and the joint sums, with shape
+        ``(count)``: their means over all processes that share a parameter.
         """
         # In the widest type, so that the order of processes costs no digits.
         packed = self._weights.new_zeros(rows, len(self._weights) + 1)
@@ -337,9 +331,8 @@ class PartialGradients:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """Lays gradients, None where this process has none, out as their parameters are.
 
-        Returns:
-            This process's parts, and whether any process has the gradient, of partial ones only,
-            boolean with shape ``(params)``; None: none is partial.
+        Returned are this process's parts, and whether any process has the gradient, of partial ones
+        only, boolean with shape ``(params)``; None: none is partial.
         """
         axes = [_partial_axes(g, p) for g, p in zip(gradients, params, strict=True)]
         if self._known is None:

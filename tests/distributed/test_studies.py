@@ -20,8 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Noise, Settings
 from steadygrad.studies.compare import schema
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.schema import Training as Result

@@ -108,7 +108,8 @@ def in_lightning(folder, rate=0.01, forget=None):
 
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2, callbacks=[TraceCallback(folder)],
+        enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=2, callbacks=[TraceCallback(folder)],
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
     return folder

@@ -15,11 +15,11 @@ from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.cli.console import Monitor, emit, note, printable, rendered
 from steadygrad.cli.options import options_of
-from steadygrad.studies.deadline import Deadline, StudyInterrupted
-from steadygrad.studies.files import OBJECT
+from steadygrad.studies.course import generators_kept
+from steadygrad.studies.distributed import Deadline, StudyInterrupted
 from steadygrad.studies.folder import dumps
-from steadygrad.studies.order import generators_kept
 from steadygrad.studies.page import PAGE
+from steadygrad.studies.record import OBJECT
 from steadygrad.studies.run import Outcome, conduct
 from steadygrad.studies.schema import Summary
 from steadygrad.tasks import Task

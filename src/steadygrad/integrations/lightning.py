@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from steadygrad._checks import InputError
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import noise_metrics
-from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.windows import rows_of, windows
+from steadygrad.integrations.windows import StepWatch, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.scale import LayerwiseGradScaler
@@ -25,21 +24,9 @@ try:
 except ImportError as error:
     raise MissingExtraError("lightning", "lightning") from error
 
-__all__ = [
-    "BatchSizeCallback",
-    "GradientWatchCallback",
-    "LayerwisePrecision",
-    "NoiseScaleCallback",
-    "TraceCallback",
-]
-
 
 def check_support(trainer: Trainer, module: LightningModule) -> None:
-    """Checks that Lightning accumulates the gradients and keeps them with their parameters.
-
-    Raises:
-        InputError: For manual optimization, DeepSpeed and FSDP1.
-    """
+    """Checks that Lightning accumulates the gradients and keeps them with their parameters."""
     found = type(trainer.strategy).__name__
     remedy = "'ddp', or ModelParallelStrategy with fully_shard"
     if not module.automatic_optimization:
@@ -72,7 +59,8 @@ class NoiseScaleCallback(Callback):
         noise: The estimator, once training has begun; None before.
 
     Raises:
-        InputError: When training begins with manual optimization, DeepSpeed or FSDP1.
+        InputError: When training begins with manual optimization, DeepSpeed or FSDP1, as the other
+            callbacks do.
     """
 
     def __init__(self, samples: Callable[[Any], int] | int = rows_of, **options: Any) -> None:
@@ -170,9 +158,6 @@ class GradientWatchCallback(Callback):
         watch: The :class:`GradientWatch`, once training has begun; None before. Its ``batches``
             are micro-batches of this ``fit``.
         findings: Causes so far, oldest first.
-
-    Raises:
-        InputError: When training begins, as :class:`NoiseScaleCallback`.
     """
 
     def __init__(self) -> None:
@@ -254,8 +239,7 @@ class BatchSizeCallback(Callback):
         batch_size: Samples of one micro-batch, on all devices together.
 
     Raises:
-        InputError: If a stage's batch size is not an integer multiple of ``batch_size``; or, when
-            training begins, as :class:`NoiseScaleCallback`.
+        InputError: If a stage's batch size is not an integer multiple of ``batch_size``.
     """
 
     def __init__(self, schedule: BatchSizeSchedule, batch_size: int) -> None:

@@ -14,21 +14,13 @@ from steadygrad.balance import LossBalancer
 from steadygrad.noise import NoiseScale
 from steadygrad.numerics import exact
 
-__all__ = ["balancer_metrics", "noise_metrics", "optimizer_metrics"]
-
 
 def noise_metrics(noise: NoiseScale, *, all_numbers: bool = False) -> dict[str, float]:
     """The noise scale with its interval, of the whole and by group; waits for the device.
 
-    Args:
-        noise: The estimator.
-        all_numbers: Whether to keep numbers that are not finite, for a logger that would show a
-            key's last number in their place.
-
-    Returns:
-        ``steadygrad/noise_scale/value``, ``low``, ``high``, ``grad_sq_norm``, ``noise_trace``,
-        ``resolved``, ``drifting``, ``skipped``, ``altered``, and the values of several groups
-        under ``by_group/``.
+    The names begin with ``steadygrad/noise_scale/``; values of several groups are under
+    ``by_group/``. ``all_numbers``: also those that are not finite, for a logger that would show a
+    key's last number in their place.
     """
     estimate = noise.estimate()
     names = ("value", "low", "high", "grad_sq_norm", "noise_trace", "resolved", "drifting")

@@ -16,8 +16,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("ai2-olmo-core", None) from error
 
-__all__ = ["NoiseScaleCallback"]
-
 
 @dataclass
 class NoiseScaleCallback(Callback):
@@ -58,14 +56,10 @@ class NoiseScaleCallback(Callback):
         ignored = module.label_ignore_index
         labels = batch["labels"] if "labels" in batch else get_labels(batch, ignored)
         rows = module.rank_microbatch_size // labels.shape[1]
-        parts = [
-            part["labels"] for part in split_batch({"input_ids": labels, "labels": labels}, rows)
-        ]
-        tokens = [(part != ignored).sum() for part in parts]
-        total = sum(tokens)
-        self._waiting = deque(
-            (len(part), count / total) for part, count in zip(parts, tokens, strict=True)
-        )
+        micros = split_batch({"input_ids": labels, "labels": labels}, rows)
+        counts = [(len(micro["labels"]), (micro["labels"] != ignored).sum()) for micro in micros]
+        total = sum(tokens for _, tokens in counts)
+        self._waiting = deque((samples, tokens / total) for samples, tokens in counts)
 
     def _tell(self, model: nn.Module, *_: Any) -> None:
         if model.training and self._waiting and self.noise is not None:

@@ -23,11 +23,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("torchtitan", None) from error
 
-__all__ = ["SteadygradOptimizers", "optimizers"]
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    kind.__name__: kind for kind in (LAMB, LANS, ScaledAdam)
-}
+OPTIMIZERS: dict[str, Any] = {kind.__name__: kind for kind in (LAMB, LANS, ScaledAdam)}
 
 
 class SteadygradOptimizers(OptimizersContainer):
@@ -39,21 +36,15 @@ class SteadygradOptimizers(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        if name in OPTIMIZERS:
-            return OPTIMIZERS[name]
-        factory: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
-        return factory
+        return OPTIMIZERS.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
 
 
 @override(target=OptimizersContainer.Config, description="ScaledAdam, LANS and LAMB by name")
 def optimizers(cfg: Any, name: str | None = None, **options: Any) -> Any:
-    """Makes the names known; with a name, all parameters get that optimizer.
+    """Makes the names known in a configuration.
 
-    Args:
-        cfg: The configuration that is replaced.
-        name: ``"LAMB"``, ``"LANS"`` or ``"ScaledAdam"`` for all parameters. None: what the
-            configuration's groups say.
-        **options: The optimizer's, with ``name``.
+    With a ``name``, ``"LAMB"``, ``"LANS"`` or ``"ScaledAdam"``, all parameters get that optimizer,
+    with the ``options``. None: what the configuration's groups say.
     """
     if name is None:
         return derive(cfg, SteadygradOptimizers.Config)

@@ -17,8 +17,7 @@ from steadygrad._checks import InputError, check_type
 from steadygrad.balance import LossBalancer
 from steadygrad.integrations import MissingExtraError
 from steadygrad.integrations.metrics import balancer_metrics, noise_metrics, optimizer_metrics
-from steadygrad.integrations.step_watch import StepWatch
-from steadygrad.integrations.windows import Window, rows_of, windows
+from steadygrad.integrations.windows import StepWatch, Window, rows_of, windows
 from steadygrad.noise import NoiseScale
 from steadygrad.noise.schedule import BatchSizeSchedule
 from steadygrad.trace import Trace
@@ -106,7 +105,6 @@ class SteadygradMixin(ScheduledTrainer):
     to its checkpoints.
 
     Args:
-        *args: The Trainer's.
         noise_scale: Whether to measure the noise scale, or options of :class:`NoiseScale`;
             ``samples`` among them is a function from a micro-batch's inputs to the number of its
             samples. Default: the rows of its first tensor.
@@ -117,7 +115,6 @@ class SteadygradMixin(ScheduledTrainer):
             be used with ``fp16=True``.
         gradient_watch: Whether to warn of the module that first made a step's gradients non-finite;
             waits for the device once a step.
-        **kwargs: The Trainer's.
 
     Attributes:
         noise: The estimator of the newest training, from its first ``training_step`` on; None
@@ -174,8 +171,6 @@ class SteadygradMixin(ScheduledTrainer):
         """
         raise NotImplementedError("compute_losses() makes the losses that `balancer` balances.")
 
-    # What follows overrides the Trainer.
-
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         # The Trainer comes here again with another model, or with a smaller batch.
         self.noise, self._watch, self._loaded = None, None, {}
@@ -192,9 +187,8 @@ class SteadygradMixin(ScheduledTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Adds up balanced losses; without a balancer it is the Trainer's own."""
-        if self.balancer is None:
+        if (balancer := self.balancer) is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        balancer = self.balancer
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
         scaler = self.accelerator.scaler
 
@@ -267,8 +261,6 @@ class SteadygradMixin(ScheduledTrainer):
             ) from error
         if self.balancer is not None and "balancer" in self._loaded:
             self.balancer.load_state_dict(self._loaded.pop("balancer"))
-
-    # And what follows is the mixin's own.
 
     def _remove_hooks(self) -> None:
         if self.noise is not None:

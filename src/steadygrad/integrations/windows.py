@@ -1,23 +1,20 @@
-"""Micro-batches of trainers: their rows, and how many make up each optimizer step."""
+"""Steps of trainers: micro-batches and their rows, and a watch that is asked once a step."""
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from steadygrad._checks import InputError, check_count, check_type
 from steadygrad.noise.schedule import BatchSizeSchedule
-
-__all__ = ["Window", "rows_of", "windows"]
+from steadygrad.watch import Finding, GradientWatch
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of the first tensor of a micro-batch, which may be a nest of mappings and sequences.
-
-    Raises:
-        InputError: If it has none.
-    """
+    """Rows of the first tensor of a micro-batch, a nest of mappings and sequences."""
     # A tokenizer's BatchEncoding is a mapping that torch's pytree does not know.
     leaves = tree_leaves({**batch} if isinstance(batch, Mapping) else batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
@@ -32,11 +29,8 @@ def rows_of(batch: Any) -> int:
 class Window(NamedTuple):
     """One optimizer step's micro-batches.
 
-    Attributes:
-        epoch: Epoch that it lies in, from 0.
-        start: Micro-batches of that epoch before it.
-        factor: Micro-batches that the trainer is set to accumulate.
-        length: Micro-batches that it gets: fewer at an epoch's end.
+    It lies in an ``epoch``, from 0, after ``start`` micro-batches. The trainer is set to accumulate
+    ``factor`` micro-batches, and gets ``length`` of them: fewer at an epoch's end.
     """
 
     epoch: int
@@ -80,3 +74,23 @@ def windows(
         start += length
         if start == epoch_batches:
             epoch, start = epoch + 1, 0
+
+
+class StepWatch(GradientWatch):
+    """Warns once for each run of consecutive steps with non-finite gradients, and keeps findings.
+
+    The model is as it is called in training.
+    """
+
+    def __init__(self, model: nn.Module, findings: list[Finding]) -> None:
+        super().__init__(model)
+        self._findings, self._broken = findings, False
+
+    def step(self) -> None:
+        """Looks at the step's gradients, which waits for the device; every process must call it."""
+        broken = not math.isfinite(math.hypot(*self.norms().values()))
+        finding = self.report() if broken and not self._broken else None
+        self._broken = broken
+        if finding is not None:
+            self._findings.append(finding)
+            warnings.warn(str(finding), stacklevel=2)

@@ -7,8 +7,6 @@ from typing import Any
 
 from steadygrad._checks import InputError, check_choice, check_count, check_number
 
-__all__ = ["LR_RULES", "BatchSizeSchedule", "learning_rate"]
-
 # Power of the batch size that the learning rate follows.
 LR_RULES = {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}
 

@@ -1,5 +1,6 @@
 """ScaledAdam: Adam whose steps are proportional to each parameter's size, which is learned too."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,16 @@ from steadygrad.optim.batch import ParamBatch
 from steadygrad.optim.checks import options_of
 from steadygrad.optim.codes import EXPONENTS
 from steadygrad.optim.diagnostics import Report
-from steadygrad.optim.icefall import unstack
 from steadygrad.optim.passes import cast, library_of, root, tensor_of, where
-from steadygrad.optim.state import COUNT, SHARED_COUNT, StateField, scales_of
+from steadygrad.optim.state import (
+    COUNT,
+    SHARED_COUNT,
+    StateField,
+    as_tensor,
+    check_outline,
+    damaged,
+    scales_of,
+)
 
 # Steps that a group's clipping has seen: those of a parameter stand still where it is frozen.
 CLOCK = "clipping_step"
@@ -315,3 +323,56 @@ def _norm(members: Sequence[ScaledAdamStep]) -> Any:
         params = {i: p for b in batches for i, p in zip(b.places, b.params, strict=True)}
         shapes = [(str(params[i].dtype), *params[i].shape) for i in sorted(params)]
     return clipping.total_norm(terms, shapes)
+
+
+def unstack(
+    checkpoint: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    fields: Mapping[str, StateField],
+) -> list[dict[str, Any]]:
+    """Each parameter's part of the stacks in a checkpoint of icefall's ScaledAdam.
+
+    icefall keeps the state of a stack, parameters of one type and shape, at the first of them, and
+    a group's clipping at the first one of all. ``groups`` have the same parameters in that order.
+    """
+    check_outline(checkpoint, "hand in the optimizer's state_dict(), checkpoint['optimizer']")
+    saved = checkpoint["param_groups"]
+    sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    if sizes != own:
+        raise damaged("param_groups", f"of {own} parameters", sizes)
+    found = []
+    for old, new in zip(saved, groups, strict=True):
+        found += _unstack_group(checkpoint["state"], old["params"], new, fields)
+    return found
+
+
+def _unstack_group(
+    state: Mapping[int, Mapping[str, Any]],
+    indices: Sequence[int],
+    group: Mapping[str, Any],
+    fields: Mapping[str, StateField],
+) -> list[dict[str, Any]]:
+    params, stacks = group["params"], defaultdict[Any, list[int]](list)
+    for place, p in enumerate(params):
+        stacks[p.dtype, p.shape].append(place)
+    found, shared = [dict[str, Any]() for _ in params], dict[str, Any]()
+    for members in stacks.values():
+        first, like = indices[members[0]], params[members[0]]
+        stack, shape = state.get(first, {}), (len(members), *like.shape)
+        if (delta := getattr(stack.get("delta"), "shape", None)) != shape:
+            raise damaged("delta", f"of shape {shape} at parameter {first}", delta and tuple(delta))
+        for name in set(stack) & set(fields):
+            field, value = fields[name], as_tensor(name, stack[name], like)
+            axis = 1 if field.length else 0
+            if field.shared:
+                shared[name] = value
+            elif name == "step":
+                for place in members:
+                    found[place][name] = value
+            elif value.shape[axis : axis + 1] != shape[:1]:
+                raise damaged(name, f"of {len(members)} parameters", tuple(value.shape))
+            else:
+                for place, part in zip(members, value.unbind(axis), strict=True):
+                    small = part.flatten() if field.length else part.squeeze()
+                    found[place][name] = part if field.elementwise else small
+    return [{**one, **shared} for one in found]

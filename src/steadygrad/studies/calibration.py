@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from steadygrad._checks import InputError
-from steadygrad.studies.header import cores, memory_bytes
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
+from steadygrad.studies.course import Order, Rate
+from steadygrad.studies.record import cores, memory_bytes
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Trainer
 
@@ -45,9 +44,7 @@ def calibrate(trainer: Trainer, settings: CommonSettings, cluster: int = 0) -> t
 
     On a CPU the speed is the task's own figure, unless the machine is slower than that. The trainer
     is freshly started, before and afterwards; ``cluster``: the number of its workers, 0 without.
-
-    Returns:
-        Samples a second of one trial, and trials at a time.
+    Samples a second of one trial are returned, and trials at a time.
     """
     workers = _choose_workers(trainer, settings, cluster)
     measured, figure = measured_speed(trainer, trainer.task.batch_size), None

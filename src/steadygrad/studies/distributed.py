@@ -1,13 +1,18 @@
-"""The processes that share one model: their agreement on batches, clocks, states and errors.
+"""The processes that share one model: their agreement on batches, states, errors, and the end.
 
 Every rank runs the same trials on its slice of every batch. Only rank 0 reads the clock, writes
 and prints; it tells the others.
 """
 
 import copy
+import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +23,6 @@ from torch.utils._pytree import tree_map
 from steadygrad import shards
 from steadygrad._checks import InputError
 from steadygrad.distributed import World, gather_json, join_processes, leave_processes
-from steadygrad.studies.deadline import REASONS, Deadline, StudyInterrupted
 from steadygrad.tasks import guarded
 
 T = TypeVar("T")
@@ -26,6 +30,62 @@ StateDict = dict[str, Any]
 
 # Seconds for the backend's threads to come to rest.
 PAUSE = 0.25
+BUDGET = 0
+# In order of precedence: a signal is reported even when the budget is over as well.
+REASONS = (signal.SIGTERM, signal.SIGINT, BUDGET)
+
+
+class StudyInterrupted(Exception):
+    """Ends the trial in hand; ``reason`` is ``BUDGET``, or the signal's number."""
+
+    def __init__(self, reason: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Deadline:
+    """Remembers that the study should end; the training loop asks between optimizer steps.
+
+    The budget counts from ``began``, a reading of ``time.monotonic()``. Default: now. A worker's is
+    over when the file ``stop`` is there.
+    """
+
+    def __init__(self, began: float | None = None, stop: Path | None = None) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._deadline = math.inf
+        self._stop, self._signal = stop, 0
+
+    def limit(self, seconds: float) -> None:
+        """Sets the budget. Before that there is none."""
+        self._deadline = self._began + seconds
+
+    def left(self) -> float:
+        """Seconds of the budget that are left; infinite before there is one."""
+        return self._deadline - time.monotonic()
+
+    @property
+    def flags(self) -> list[float]:
+        """1.0 for each of ``REASONS`` that holds."""
+        late = self.left() <= 0 or (self._stop is not None and self._stop.exists())
+        return [float(self._signal == reason if reason else late) for reason in REASONS]
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Handles SIGINT and SIGTERM meanwhile; the second one of a kind ends the process."""
+        # Python lets only the main thread handle signals.
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 
 def on_host(state: StateDict) -> StateDict:
@@ -123,11 +183,7 @@ class DistributedContext:
         return indices.view(self.size, len(indices) // self.size)[self.rank]
 
     def poll(self, values: Sequence[float] = ()) -> list[float]:
-        """Averages numbers over the ranks, and ends them all when one has to stop.
-
-        Raises:
-            StudyInterrupted: If the budget is over by rank 0's clock, or a signal came to a rank.
-        """
+        """Averages numbers over the ranks; ends all by rank 0's clock, or a signal to one."""
         flags = self.deadline.flags
         if not self.is_main:
             flags[-1] = 0.0

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from steadygrad._checks import InputError, from_extra, launched
-from steadygrad.studies.header import cores
+from steadygrad.studies.record import cores
 from steadygrad.studies.schema import Runtime
 from steadygrad.tasks import guarded
 from steadygrad.tasks.load import FOLDERS, load_function

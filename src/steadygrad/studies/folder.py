@@ -65,18 +65,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder as it was read.
-
-    Attributes:
-        summary: Content of ``summary.json``; None where there is none that can be read.
-        unreadable: Names of files that hold no result of this run.
-    """
+    """A run's folder as it was read."""
 
     folder: Path
     header: Any
     results: Results
+    # Content of `summary.json`; None where there is none that can be read.
     summary: Mapping[str, Any] | None
-    unreadable: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()  # names of files that hold no result of this run
 
 
 def create(folder: Path, header: Header) -> None:

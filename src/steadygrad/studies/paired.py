@@ -1,4 +1,6 @@
-r"""One test of paired differences for all studies: it stays valid however often one looks.
+r"""One test of paired differences and one ladder of rates for all studies.
+
+The test stays valid however often one looks.
 
 With :math:`S` and :math:`V` the sums of :math:`d_i - \mu` and of its squares over :math:`n` pairs,
 the interval has all :math:`\mu` with
@@ -18,9 +20,10 @@ References:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +41,15 @@ EFFECT_VARIANCE = 2.0
 FIRST, MOST = 4, 64
 # More pairs than anybody runs.
 BEYOND = 10_000
+
+# Octaves around the best rate; the first three that are tried are around the arm's own.
+NEAR = (-1, 0, 1)
+# Most octaves from the arm's own rate that a search goes.
+FARTHEST = 6
+# The seeds of a search: no pair has one, so that no choice favours an arm.
+SEEDS = range(MOST, MOST + 2)
+# Trainings that most searches take.
+USUAL = 4 * len(SEEDS)
 
 
 def next_look(pairs: int, most: int = MOST) -> int:
@@ -154,22 +166,15 @@ def compare(a: Floats, b: Floats, alpha: float, choice: float = 0.0) -> Course:
 
 
 class Told(NamedTuple):
-    """A comparison of B with A after all pairs.
+    """A comparison of B with A after all pairs."""
 
-    Attributes:
-        mean: Mean of B's less A's metric or, once a run has failed, of the shares of failed runs.
-        low: Lower end of its interval; ``high`` is the upper one.
-        variance: Of one difference; NaN by a single pair.
-        lost: Failed runs of A and of B.
-        is_told: Whether the interval leaves out zero.
-    """
-
+    # Mean of B's less A's metric or, once a run has failed, of the shares of failed runs.
     mean: float
-    low: float
+    low: float  # lower end of its interval; `high` is the upper one
     high: float
-    variance: float
-    lost: tuple[int, int]
-    is_told: bool
+    variance: float  # of one difference; NaN by a single pair
+    lost: tuple[int, int]  # failed runs of A and of B
+    is_told: bool  # whether the interval leaves out zero
 
 
 def tell(a: Floats, b: Floats, alpha: float = ALPHA, choice: float = 0.0) -> Told:
@@ -207,7 +212,6 @@ class Evidence:
     def __init__(self, header: Any, results: Results) -> None:
         self.header, self.plan, self.settings = header, header.plan, header.settings
         self.task: TaskInfo = header.task
-        self.results = results
         self._found: dict[tuple[int, int, float], dict[int, Training]] = {}
         for one in results.select(Training):
             self._found.setdefault((one.arm, one.samples, one.step), {})[one.seed] = one
@@ -222,3 +226,82 @@ def losses_of(*arms: Mapping[int, Training]) -> Floats:
     pairs = next(seed for seed in count() if any(seed not in runs for runs in arms))
     found = np.array([[runs[seed].loss for seed in range(pairs)] for runs in arms], float)
     return np.where(np.isfinite(found), found, np.nan)
+
+
+class Ladder:
+    """The search for an arm's learning rate: a ladder of octaves, and a parabola through the best.
+
+    It has three octaves, from ``start`` on, and more until the best one has a worse one on either
+    side. ``losses`` are means by octave above the arm's own rate, ascending; None: not trained yet.
+    """
+
+    def __init__(self, evidence: Evidence, arm: int, samples: int, start: int = 0) -> None:
+        self._evidence, self._arm, self._samples = evidence, arm, samples
+        steps = [max(1 - FARTHEST, min(start, FARTHEST - 1)) + side for side in NEAR]
+        while True:
+            self.losses = {step: self._loss(step) for step in steps}
+            if None in self.losses.values():
+                break
+            if self.best == steps[0] > -FARTHEST:
+                steps.insert(0, self.best - 1)
+            elif self.best == steps[-1] < FARTHEST:
+                steps.append(self.best + 1)
+            else:
+                break
+
+    def _tried(self, step: float) -> Mapping[int, float]:
+        runs = self._evidence.trainings(self._arm, self._samples, step)
+        return {seed: run.loss for seed, run in runs.items()}
+
+    def _loss(self, step: int) -> float | None:
+        found = self._tried(step)
+        return fmean(found[seed] for seed in SEEDS) if {*SEEDS} <= {*found} else None
+
+    @property
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """Octaves and seeds that are to be trained next."""
+        for step in self.losses:
+            found = self._tried(step)
+            yield from ((step, seed) for seed in SEEDS if seed not in found)
+
+    @property
+    def best(self) -> int:
+        """The octave of the lowest loss; of equals, the one nearest to the arm's own rate.
+
+        The lowest one where trainings diverged at all of them.
+        """
+        known = {step: loss for step, loss in self.losses.items() if loss is not None}
+        if math.inf == min(known.values()):
+            return min(known)
+        return min(known, key=lambda step: (known[step], abs(step), step))
+
+    @property
+    def bend(self) -> float:
+        """Second difference of the losses around the best octave; infinite if one of them is."""
+        below, at, above = self._near()
+        return below - 2 * at + above if at < math.inf else math.inf
+
+    def _near(self) -> list[float]:
+        found = (self.losses.get(self.best + side) for side in NEAR)
+        return [math.inf if loss is None else loss for loss in found]
+
+    @property
+    def minimum(self) -> float | None:
+        """Octaves above the arm's own rate at which the loss is lowest; None while not known.
+
+        It is where the parabola through the lowest loss and its neighbours has its minimum, to a
+        quarter of an octave, so that no arm profits from where its ladder begins.
+        """
+        if None in self.losses.values():
+            return None
+        below, _, above = self._near()
+        is_bowl = 0 < self.bend < math.inf
+        return self.best + (round(2 * (below - above) / self.bend) / 4 if is_bowl else 0.0)
+
+    @property
+    def tuned(self) -> float | None:
+        """The minimum, or a lower rate where a training at that one diverged."""
+        step = self.minimum
+        while step is not None and step > -FARTHEST and math.inf in self._tried(step).values():
+            step -= 0.25
+        return step

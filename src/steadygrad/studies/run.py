@@ -14,10 +14,8 @@ from steadygrad._checks import InputError, launched
 from steadygrad._studies import module_of
 from steadygrad.studies import page, work
 from steadygrad.studies.calibration import calibrate, resolve_device
-from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import BUDGET, Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers, cluster_workers, local_workers
-from steadygrad.studies.files import OBJECT, load, located, remember, trusted
 from steadygrad.studies.folder import (
     HEADER,
     Results,
@@ -32,8 +30,8 @@ from steadygrad.studies.folder import (
     understanding,
     write_summary,
 )
-from steadygrad.studies.header import changes, make_header
 from steadygrad.studies.paired import MOST
+from steadygrad.studies.record import OBJECT, changes, load, located, make_header, remember, trusted
 from steadygrad.studies.schema import FREE, Summary
 from steadygrad.studies.trainer import Trainer
 from steadygrad.tasks import Task
@@ -85,11 +83,8 @@ def conduct(
     SIGINT and SIGTERM end it like its budget meanwhile. ``given`` are the settings that are not as
     by default or, in the folder ``continued`` of a run to resume, as recorded; for a ``task`` that
     only this process has the setting is ``OBJECT``. ``out`` is by default one in ``runs``. If
-    training diverges, the task's code raises, or no page can be written, the outcome says so.
-
-    Raises:
-        InputError: For anything that cannot be used, or if the budget was over before any answer.
-        StudyInterrupted: By a signal before the run was begun.
+    training diverges, the task's code raises, or no page can be written, the outcome says so. A
+    signal before the run was begun raises, and so does a budget that was over before any answer.
     """
     if out is not None and continued is not None and out.resolve() != continued.resolve():
         raise InputError(

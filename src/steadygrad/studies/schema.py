@@ -1,8 +1,12 @@
-"""Types that all studies share: settings, the header of a run, and the result of a trial."""
+"""Types that all studies share: settings, the header of a run, trials and their results.
 
+This module and all that analyses results import no torch.
+"""
+
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
@@ -25,6 +29,8 @@ Planned = TypeVar("Planned")
 SCHEMA = 6
 # Settings that --resume may change: they decide when a study ends, not its numbers.
 FREE = ("budget", "workers", "dask", "executor", "pairs", "seeds")
+# Of the budget: the machine is never quite free, and the report also takes time.
+SHARE = 0.85
 # Names of the built-in tasks.
 TASKS = ("char-lm", "digits-classifier", "digits-autoencoder", "digits-deep")
 
@@ -92,94 +98,89 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Training(Result, frozen=True, tag="training"):
-    """One training of an arm.
-
-    Attributes:
-        arm: Number of the arm in the plan's list.
-        samples: Length of the training; 0 where a command or a function decides.
-        step: Octaves of the learning rate above the arm's own.
-        seed: Number of the seed; trainings with one seed are pairs.
-        lr: Peak learning rate; 0 where a command or a function decides.
-        loss: The metric at the end; infinite if the training diverged or failed.
-        curve: Samples seen and validation loss on the way, and at the end.
-        failure: Why a run of ``ab`` has no metric; else empty.
-        again: The metric of a function that is called with the first pair's seed once more.
-    """
+    """One training of an arm."""
 
     key_fields = ("arm", "samples", "step", "seed")
 
-    arm: Count
-    samples: Count
-    step: Annotated[float, Meta(ge=-64, le=64)]
-    seed: Count
-    lr: NonNegative
-    loss: float
+    arm: Count  # number of the arm in the plan's list
+    samples: Count  # length of the training; 0 where a command or a function decides
+    step: Annotated[float, Meta(ge=-64, le=64)]  # octaves of the learning rate above the arm's own
+    seed: Count  # number of the seed; trainings with one seed are pairs
+    lr: NonNegative  # peak learning rate; 0 where a command or a function decides
+    loss: float  # the metric at the end; infinite if the training diverged or failed
+    # Samples seen and validation loss on the way, and at the end.
     curve: tuple[tuple[float, float], ...] = ()
-    failure: str = ""
+    failure: str = ""  # why a run of `ab` has no metric; else empty
+    # The metric of a function that is called with the first pair's seed once more.
     again: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Work that gives one result."""
+
+    key: Key  # of the result: its kind, and the values of its key fields
+    cost: int  # samples of work that the plan reckons with
+    what: str  # name in messages
+    # What the trial's function takes beside the key fields.
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A seed for one trial: the same on every machine, unrelated to its neighbours'."""
+    text = "/".join(str(name) for name in ("steadygrad", seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def evaluation_cost(samples: int) -> int:
+    """Samples of work in an evaluation: a forward pass is about a third of training."""
+    return math.ceil(samples / 3)
+
+
+def start_up(workers: int) -> float:
+    """Seconds for loading torch and the data, for starting workers, and for the report."""
+    return 12.0 if workers > 1 else 4.0
 
 
 class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of the task that a study trains.
 
-    Attributes:
-        spec: A built-in name or ``path/file.py:make_task``.
-        parameters: Trainable numbers in the model.
-        beta2: Decay of the second moment; None for optimizers without one.
-        weight_decay: That of the first parameter group; None without one.
-        dependent: Whether a sample's loss depends on the other samples of its batch.
-
     The other fields are those of :class:`steadygrad.tasks.Task`.
     """
 
-    spec: str
+    spec: str  # a built-in name or `path/file.py:make_task`
     name: str
     sample: str
     batch_size: Positive
     lr: PositiveFloat
     lr_rule: str
-    parameters: Count
+    parameters: Count  # trainable numbers in the model
     train_size: Positive
     valid_size: Positive
     optimizer: str = ""
-    beta2: float | None = None
-    weight_decay: float | None = None
+    beta2: float | None = None  # decay of the second moment; None for optimizers without one
+    weight_decay: float | None = None  # that of the first parameter group; None without one
     tokens_per_sample: Positive | None = None
     warmup_samples: Count = 0
     lr_decay: str = "none"
     provenance: dict[str, str] = {}
-    dependent: bool = False
+    dependent: bool = False  # whether a sample's loss depends on the other samples of its batch
 
 
 class Runtime(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions of the trials on which their numbers depend.
-
-    Attributes:
-        world_size: Processes that share every batch.
-        sharding: ``"none"``, ``"ddp"`` or ``"fsdp2"``.
-        micro_batch_size: Most samples in one forward pass.
-        workers: Trials at a time that the plan reckons with.
-    """
+    """Conditions of the trials on which their numbers depend."""
 
     device: Annotated[str, Meta(pattern="^(cpu|cuda|mps)$")]
     dtype: str
-    world_size: Positive
-    sharding: str
+    world_size: Positive  # processes that share every batch
+    sharding: str  # "none", "ddp" or "fsdp2"
     threads: Annotated[int, Meta(ge=1, le=4096)]
-    micro_batch_size: Positive
-    workers: Annotated[int, Meta(ge=1, le=1 << 16)]
+    micro_batch_size: Positive  # most samples in one forward pass
+    workers: Annotated[int, Meta(ge=1, le=1 << 16)]  # trials at a time that the plan reckons with
 
 
 class HeaderOf(msgspec.Struct, Generic[Chosen, Planned], frozen=True, kw_only=True):
-    """The identity of a run, with a study's own settings and plan.
-
-    Attributes:
-        environment: Versions and hardware, of :func:`steadygrad.studies.header.environment`.
-        files: SHA-256 of the user's files, by the function that comes from them.
-        first_losses: Mean losses before training; empty where they do not repeat.
-        first_value: ``Task.evaluate``'s value before training; None without one.
-        time: When and where the run was created.
-    """
+    """The identity of a run, with a study's own settings and plan."""
 
     schema: Positive
     study: str
@@ -187,11 +188,14 @@ class HeaderOf(msgspec.Struct, Generic[Chosen, Planned], frozen=True, kw_only=Tr
     settings: Chosen
     plan: Planned
     runtime: Runtime
+    # Versions and hardware, of :func:`steadygrad.studies.record.environment`.
     environment: Mapping[str, Any]
+    # SHA-256 of the user's files, by the function that comes from them.
     files: dict[str, dict[str, str]] = {}
+    # Mean losses before training; empty where they do not repeat.
     first_losses: tuple[float, ...] = ()
-    first_value: float | None = None
-    time: dict[str, str] = {}
+    first_value: float | None = None  # `Task.evaluate`'s value before training; None without one
+    time: dict[str, str] = {}  # when and where the run was created
 
     def rise(self, results: Iterable[Any]) -> str:
         """The answer where ``Task.evaluate`` rises and ends no training lower; empty elsewhere."""
@@ -223,28 +227,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a study. Each study's summary adds its ``findings`` and its numbers.
+    """The end of a study. Each study's summary adds its ``findings`` and its numbers."""
 
-    Attributes:
-        schema: Version of the folder's format.
-        status: ``"complete"``, ``"interrupted"``, ``"budget"`` or ``"failed"``.
-        task: The task's name.
-        sample: What one sample is called.
-        answer: The answer in one sentence.
-        rise: The answer where the header's ``Task.evaluate`` rises; nothing is judged then.
-        table: The numbers that it rests on; None where there are none yet.
-        remarks: At most three more sentences, the most important first.
-    """
-
-    schema: int = SCHEMA
+    schema: int = SCHEMA  # version of the folder's format
     study: str
-    status: str
-    task: str
-    sample: str
-    answer: str = ""
-    rise: str = ""
-    table: Table | None = None
-    remarks: tuple[str, ...] = ()
+    status: str  # "complete", "interrupted", "budget" or "failed"
+    task: str  # the task's name
+    sample: str  # what one sample is called
+    answer: str = ""  # the answer in one sentence
+    rise: str = ""  # the answer where the header's `Task.evaluate` rises; nothing is judged then
+    table: Table | None = None  # the numbers that it rests on; None where there are none yet
+    remarks: tuple[str, ...] = ()  # at most three more sentences, the most important first
 
     @property
     def exit_code(self) -> int:

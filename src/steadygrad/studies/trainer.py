@@ -12,36 +12,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from steadygrad._checks import InputError
+from steadygrad.studies.course import Order, Rate, RateSetter, generators_kept, has_second_moment
 from steadygrad.studies.distributed import DistributedContext, StateDict, on_host
-from steadygrad.studies.learning_rate import Rate, RateSetter, has_second_moment
-from steadygrad.studies.order import Order, generators_kept
-from steadygrad.studies.trials import seed_for
+from steadygrad.studies.schema import seed_for
 from steadygrad.tasks import (
     Task,
     TaskError,
     batches,
+    check,
     guarded,
     is_out_of_memory,
     mean_loss,
+    start,
     to_device,
-)
-from steadygrad.tasks.check import (
-    check_gradients,
-    check_losses,
-    check_model,
-    check_model_maker,
-    check_optimizer_maker,
-    evaluating,
-    fingerprints,
-    losses_depend_on_company,
-    optimizer_of,
-)
-from steadygrad.tasks.start import (
-    check_optimizer_state,
-    digest_of,
-    fitting_optimizer,
-    fitting_weights,
-    read_start,
 )
 from steadygrad.tasks.task import EVALUATION_SIZE
 
@@ -103,17 +86,17 @@ class Trainer:
         self._start = context.together(self._read_start)
         self.wrapped = context.wrap(self.model)
         make, what = partial(task.optimizer, self.model), "Task.make_optimizer"
-        context.together(lambda: check_optimizer_maker(make, self.model, task.lr, what))
+        context.together(lambda: check.check_optimizer_maker(make, self.model, task.lr, what))
         context.together(lambda: self._begin({}))
         if self._start and (saved := self._start[1]):
             by_name = context.sharding == "fsdp2"
-            fit = partial(fitting_optimizer, saved, self.model, self.optimizer, by_name=by_name)
-            self._start = self._start[0], context.together(fit)
+            fit = partial(start.fitting_optimizer, saved, self.model, self.optimizer)
+            self._start = self._start[0], context.together(lambda: fit(by_name=by_name))
 
     def _make_anew(self, repeat: int) -> nn.Module:
         self.seed_everything("init", repeat)
         with guarded("Task.make_model"):
-            model = check_model(self.task.make_model(), scaled=self.dtype is torch.float16)
+            model = check.check_model(self.task.make_model(), scaled=self.dtype is torch.float16)
             dtype = torch.float64 if self.dtype is torch.float64 else None
             return model.to(self.context.device, dtype)
 
@@ -121,9 +104,9 @@ class Trainer:
         """Loads the weights that runs begin from; the optimizer's state, if any, is as saved."""
         if self.task.start is None:
             return None
-        weights, optimizer = read_start(self.task.start)
-        weights = fitting_weights(weights, self.model)
-        self.start_digest = digest_of(self.task.start)
+        weights, optimizer = start.read_start(self.task.start)
+        weights = start.fitting_weights(weights, self.model)
+        self.start_digest = start.digest_of(self.task.start)
         with guarded("The load_state_dict of the model"):
             self.model.load_state_dict(weights)
         return weights, optimizer or {}
@@ -146,7 +129,7 @@ class Trainer:
 
     def _renew_optimizer(self) -> None:
         make = partial(self.task.optimizer, self.model)
-        self.optimizer = optimizer_of(make, self.task.lr, "Task.make_optimizer")
+        self.optimizer = check.optimizer_of(make, self.task.lr, "Task.make_optimizer")
         self.set_rate = RateSetter(self.optimizer, self.task, self._keep_half_life)
 
     def restart(self, repeat: int = 0) -> None:
@@ -172,7 +155,7 @@ class Trainer:
     def check_task(self) -> None:
         """Evaluates and trains once: a broken task is refused before the study begins."""
         together, size = self.context.together, self.task.batch_size
-        before = fingerprints(self.model)
+        before = check.fingerprints(self.model)
         self.fit_micro_batch(size)
         self._find_company()
         if self.dependent:
@@ -183,14 +166,15 @@ class Trainer:
         self.second_moment = together(
             lambda: has_second_moment(self.optimizer, needed=self._keep_half_life)
         )
-        if (start := self._start) is None:
-            after = fingerprints(self.model)
-            together(lambda: check_model_maker(self._make_anew, before, after))
-        elif saved := start[1]:
+        if self._start is None:
+            after = check.fingerprints(self.model)
+            make = partial(self._make_anew, 0)
+            together(lambda: check.check_model_maker(make, before, after))
+        elif saved := self._start[1]:
             # The step began without the checkpoint's state, and made one of its own; on the host,
             # as the device has no room for two.
             made = together(lambda: on_host(self.context.states(self.model, self.optimizer)[1]))
-            together(lambda: check_optimizer_state(saved["state"], made["state"]))
+            together(lambda: start.check_optimizer_state(saved["state"], made["state"]))
             self.restart()
             self.backward(torch.arange(size))
             with guarded("A step of the optimizer, with Task.start's state,"):
@@ -212,7 +196,7 @@ class Trainer:
             for number in range(steps):
                 self.set_rate(Rate(factor=factor), self.task.warmup_samples + size * number)
                 self.step(torch.arange(size))
-            marks, named = fingerprints(self.model), self.model.named_parameters()
+            marks, named = check.fingerprints(self.model), self.model.named_parameters()
             return [marks.get(name) for name, p in named if p.requires_grad]
 
         # The first step of some moves no weight. 8: in 16 bits 2 may be rounded away.
@@ -237,11 +221,12 @@ class Trainer:
             return self.losses(batch, len(indices)), shapes
 
         size = min(max(2, self.micro_batch_size), total)
-        found = losses_depend_on_company(losses, self.model, size, total, eps)
+        found = check.losses_depend_on_company(losses, self.model, size, total, eps)
         self.dependent = any(self.context.gather(found))
 
     def _check_evaluation(self) -> None:
-        before, value, after = fingerprints(self.model), self.evaluate(), fingerprints(self.model)
+        before = check.fingerprints(self.model)
+        value, after = self.evaluate(), check.fingerprints(self.model)
         if self._finite and not math.isfinite(value):
             raise Diverged(
                 f"The evaluation of the untrained model should be finite. Found {value}. "
@@ -265,11 +250,11 @@ class Trainer:
             count = self.micro_batch_size
             indices = torch.arange(count * context.size) % len(self.task.train)
             losses = self.losses(self.batch(context.share(indices)), count)
-            check_losses(losses, count, finite=self._finite)
+            check.check_losses(losses, count, finite=self._finite)
             del losses
             # Without an exchange: a rank without memory would leave the others waiting.
             self.backward(indices, exchange=context.sharding == "fsdp2")
-            check_gradients(self.optimizer, self.model, "Task.make_optimizer")
+            check.check_gradients(self.optimizer, self.model, "Task.make_optimizer")
 
         share = -(-largest // context.size)
         self.micro_batch_size = min(self.task.micro_batch_size or share, share)
@@ -325,7 +310,7 @@ class Trainer:
             losses: Any = self.task.per_sample_loss(self.wrapped, batch)
         # Only checks that cost no wait for the device.
         if not isinstance(losses, Tensor) or losses.shape != (count,):
-            check_losses(losses, count)
+            check.check_losses(losses, count)
         return losses  # type: ignore[no-any-return]
 
     def backward(
@@ -360,12 +345,7 @@ class Trainer:
         self.steps += 1
 
     def look(self) -> list[float]:
-        """For each step since the last restart, its loss averaged over the ranks.
-
-        Raises:
-            Diverged: If one of them is not finite.
-            StudyInterrupted: If the study has to stop.
-        """
+        """For each step since the last restart, its loss averaged over the ranks; all finite."""
         pending = torch.stack(self._losses).tolist() if self._losses else []
         self._losses.clear()
         for value in self.context.poll(pending):
@@ -410,7 +390,7 @@ class Trainer:
         with generators_kept(self.context.device), self._autocast(), torch.no_grad():
             self.seed_everything("evaluate")
             if self.task.evaluate is not None:
-                with guarded("Task.evaluate"), evaluating(self.model):
+                with guarded("Task.evaluate"), check.evaluating(self.model):
                     return float(self.task.evaluate(self.model, self.task.valid))
             # What cannot be shared equally is evaluated on every rank: a sharded model needs as
             # many forward passes of each.

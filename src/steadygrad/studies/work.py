@@ -18,10 +18,9 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad._studies import module_of
-from steadygrad.studies.deadline import Deadline, StudyInterrupted
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.course import Order, Rate
+from steadygrad.studies.distributed import Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers
-from steadygrad.studies.files import load_recorded_task
 from steadygrad.studies.folder import (
     Results,
     RunError,
@@ -31,11 +30,9 @@ from steadygrad.studies.folder import (
     replace_file,
     write_result,
 )
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
-from steadygrad.studies.schema import Result
+from steadygrad.studies.record import load_recorded_task
+from steadygrad.studies.schema import Result, Trial, evaluation_cost
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.tasks import Task
 from steadygrad.tasks.check import reason
 
@@ -175,12 +172,7 @@ class Coordinator:
         self.renewed = False
 
     def run(self) -> None:
-        """Runs all trials whose results are not there, and closes the pool.
-
-        Raises:
-            StudyInterrupted: When the study has to stop.
-            InputError: If a trial fails, or workers are lost.
-        """
+        """Runs all trials whose results are not there, and closes the pool."""
         try:
             with suppress(OSError):
                 (self.folder / STOP_FILE).unlink()

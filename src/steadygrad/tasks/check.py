@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad._checks import InputError
 
@@ -173,46 +172,17 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
     }
 
 
-class RandomDraws(TorchDispatchMode):
-    """Random numbers that no seed and no generator of the code within decides."""
-
-    draws = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Seeds each random operation by the number of those before it."""
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws += 1
-            torch.manual_seed(self.draws)
-            if "generator" in kwargs:
-                kwargs["generator"] = None
-        return func(*args, **kwargs)
-
-
 def check_model_maker(
-    make: Callable[[int], nn.Module], before: dict[str, int], after: dict[str, int]
+    make: Callable[[], nn.Module], before: dict[str, int], after: dict[str, int]
 ) -> None:
-    """Checks that ``make`` makes models anew, each from its seed.
-
-    ``before`` and ``after`` are fingerprints of seed 0's model around a training step.
-    """
-    first = fingerprints(make(0))
+    """Checks that ``make`` makes models anew, by fingerprints of one around a training step."""
+    first = fingerprints(make())
     for name in [n for n, value in first.items() if value == after.get(n) != before.get(n)][:1]:
         raise InputError(
             f"Task.make_model should make a new model at each call. Found {name!r} of the last "
             "one in it, as training leaves it. Remedy: make the model, or a copy.deepcopy of one, "
             "inside the function; of a part that is shared, requires_grad_(False)."
         )
-    if first != fingerprints(make(1)):
-        return
-    # Where a model cannot be made so, it is not known whether its weights are drawn.
-    with suppress(TaskError), RandomDraws():  # type: ignore[no-untyped-call]
-        for name, _ in sorted(first.items() - fingerprints(make(0)).items())[:1]:
-            raise InputError(
-                "Task.make_model should draw its weights anew for each seed of the study. Found "
-                f"the same {name!r} under two seeds. Remedy: no torch.manual_seed, and no "
-                "generator with a seed of its own, in the function."
-            )
 
 
 def optimizer_of(make: Callable[[float], Any], lr: float, what: str) -> Optimizer:

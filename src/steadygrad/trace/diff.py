@@ -198,9 +198,8 @@ class Comparison:
         if not alone and all(abs(x.ratio / first.ratio - 1) < FACTOR for x in apart):
             found.append(f"B's is {first.ratio:.4g} times A's, as all that differ are.")
         for name, values in zip("AB", self._values, strict=True):
-            own = values.get(first.key)
-            if own and own.spread > ROUNDINGS * rounding_of(own.type):
-                found.append(f"Processes of {name} have different ones.")
+            if not any(key.kind == "gradient" for key in values):
+                found.append(f"The optimizer of {name} made no step.")
         if first.stage in (STAGE["state"], STAGE["weight"]):
             for i, (one, other) in enumerate(zip(a.options, b.options, strict=False)):
                 found += [
@@ -232,10 +231,10 @@ class Comparison:
 
     def _base(self, key: Key) -> float:
         """The distance that rounding explains."""
-        if self._noise[key]:
-            return MEASURED * self._noise[key]
         types = {values[key].type for values in self._values if key in values}
-        return ROUNDINGS * (min if len(types) > 1 else max)(map(rounding_of, types))
+        if self._noise[key] and len(types) == 1:
+            return MEASURED * self._noise[key]
+        return ROUNDINGS * min(map(rounding_of, types))
 
     def _place(self, key: Key, allowed: float, **known: Any) -> Place:
         one, other, _ = self._pair(key)
@@ -271,9 +270,8 @@ class Comparison:
         allowed = self._base(key) + GROWTH * self._most(common) + moved
         one, other, _ = self._pair(key)
         # What one run hands over and the other does not, code around the module has made.
-        alone = [x for x in self._took(key) if not self._pair(x)[2]]
-        makers = [v[x].maker for v in self._values for x in alone if x in v and x.kind == "input"]
-        module = makers[0] if makers else one.maker if one else key.name
+        alone = (x for x in self._took(key) if x.kind == "input" and not self._pair(x)[2])
+        module = self._maker(next(alone, key))
         place = self._place(key, allowed, known=known and bool(common or not made), module=module)
         drew = [value.drew for value in (one, other) if value]
         if drew[0] != drew[1]:
@@ -299,8 +297,9 @@ class Comparison:
         allowed = self._base(key) + GROWTH * (self._most(near) + moved)
         if not sent:
             return self._place(key, allowed, stage="loss", module="")
-        takers = {x.name for x in users if value in self._took(x)} or {key.name}
-        return self._place(key, allowed, module=_around(takers))
+        takers = {x.name for x in users if value in self._took(x)}
+        # Where no module took it, code did.
+        return self._place(key, allowed, module=_around(takers or {self._maker(users[0])}))
 
     def _gradient(self, key: Key) -> Place:
         """Of a parameter: from the signals and values of its module."""
@@ -350,6 +349,9 @@ class Comparison:
         allowed += ROOT_GROWTH * math.sqrt(self._most(inputs)) + GROWTH * self._most([start])
         apart, how = relative(*moves)
         return self._place(key, allowed, distance=apart, how=how, certain=bool(how))
+
+    def _maker(self, key: Key) -> str:
+        return next(values[key].maker for values in self._values if key in values)
 
     def _took(self, key: Key) -> set[Key]:
         """What a module was handed, in either run."""
@@ -414,6 +416,9 @@ def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> t
     apart = max(distance(one.z, other.z), whole * abs(one.norm - other.norm))
     apart = apart / most if most else 0.0
     how = f"{one.type} in A, {other.type} in B" if one.type != other.type else ""
+    for name, own, rest in (("A", one, other), ("B", other, one)):
+        if own.spread > LEAST > rest.spread:
+            apart, how = max(apart, own.spread), f"another one on each process of {name}"
     if most and not (one.norm and other.norm):
         how = "zero in " + ("B" if one.norm else "A")
     return apart, how

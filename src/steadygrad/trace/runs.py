@@ -191,7 +191,8 @@ def _value(kind: str, some: Sequence[Record], file: File) -> Value:
         # Squares of the smallest numbers are zero.
         norm = distance(z, [0.0] * PROJECTIONS)
     spread = 0.0
-    if len(own) == 1 and first.z is not None and norm:
+    # A buffer, as running statistics, is every process's own.
+    if first.part != "buffer" and len(own) == 1 and first.z is not None and norm:
         copies = [one.z for one in some if one.copy]
         spread = max((distance(z, first.z) / norm if z else math.inf for z in copies), default=0.0)
     return Value(

@@ -16,8 +16,6 @@ from steadygrad.numerics import exact
 from steadygrad.shards import PackedSum, local
 from steadygrad.watch.hooks import values
 
-__all__ = ["AccumulationCheck", "Window", "check_accumulation"]
-
 # Elements of a parameter whose inner products are taken at a time.
 _CHUNK = 2**20
 # A factor that no binary type holds exactly: a loss with it has other roundings all the way back.

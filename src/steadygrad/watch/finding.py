@@ -8,29 +8,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Evidence", "Finding", "Habits", "Seen", "is_finite"]
-
 # Rows that a finding lists at most.
 _MOST_ROWS = 16
 
 
 @dataclass(eq=False)
 class Seen:
-    """A tensor that a module took or gave: an input is one that no module had given.
-
-    Attributes:
-        value, gradient: True if finite, None if not seen, else numbers, one a row or one in all,
-            that are finite exactly where it is.
-        takers: Modules that were handed this very tensor.
-        returned: Whether the model returned it, so that its gradient is the loss's as well.
-    """
+    """A tensor that a module took or gave: an input is one that no module had given."""
 
     what: Literal["batch", "input", "output"]
     name: str
+    # True if finite, None if not seen, else numbers, one a row or one in all, finite where it is.
     value: Any = True
     gradient: Any = None
-    takers: list[str] = field(default_factory=list)
-    returned: bool = False
+    takers: list[str] = field(default_factory=list)  # modules that were handed this very tensor
+    returned: bool = False  # whether the model returned it: its gradient is the loss's as well
 
     def __str__(self) -> str:
         name = repr(self.name) if self.name else "the model"
@@ -134,22 +126,17 @@ def is_finite(found: Any) -> bool:
 
 @dataclass(eq=False)
 class Evidence:
-    """Values that a forward pass gave and gradients that the backward pass gave, of one batch.
-
-    Attributes:
-        seen: Tensors in the order of the forward pass; the batch is the first one.
-        entries: Gradients that are not from the model's own graph alone; ``value`` is that part.
-        weights, gradients: Those of all parameters after a pass that may need to be explained.
-        twice: Whether the loss contains gradients.
-    """
+    """Values that a forward pass gave and gradients that the backward pass gave, of one batch."""
 
     batch: int
-    seen: list[Seen]
+    seen: list[Seen]  # in the order of the forward pass; the batch is the first one
+    # Gradients that are not from the model's own graph alone; `value` is that part.
     entries: list[Seen] = field(default_factory=list)
     called: set[str] = field(default_factory=set)
+    # Those of all parameters after a pass that may need to be explained.
     weights: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
-    twice: bool = False
+    twice: bool = False  # whether the loss contains gradients
 
     def first_fault(self, habits: Habits, broken: Sequence[str]) -> Finding | None:
         """Finds the first non-finite value; None if all are finite.

@@ -6,8 +6,7 @@ import pytest
 from benchmarks.truth.compiled import CompiledTrainer, header_of, plan_of, run_study
 from benchmarks.truth.worlds import WORLDS
 
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.trainer import Trainer
 
 

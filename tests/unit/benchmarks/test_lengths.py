@@ -5,8 +5,7 @@ import pytest
 from benchmarks.truth import exact
 from benchmarks.truth.lengths import FreshTrainer, Lengths, LongWorld, curve_of
 
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
+from steadygrad.studies.course import Order, Rate
 
 COMMON = {"name": "w", "optimizer": "sgd", "lr": 0.1, "noise": 1.0, "size": 8, "horizon": 512}
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.studies.deadline import Deadline, StudyInterrupted
+from steadygrad.studies.distributed import Deadline, StudyInterrupted
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.schema import Training
 from tests.unit.cli.conftest import PLAIN

@@ -9,7 +9,7 @@ import pytest
 from markupsafe import Markup
 from msgspec.structs import replace
 
-from steadygrad.studies import charts
+from steadygrad.studies import page
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.folder import Results, Run
 from tests.unit.studies import results
@@ -52,4 +52,4 @@ def made_run(
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without drawings, for tests of what they say: drawing takes seconds."""
-    monkeypatch.setattr(charts, "_svg", lambda *_, **__: Markup(""))
+    monkeypatch.setattr(page, "_svg", lambda *_, **__: Markup(""))

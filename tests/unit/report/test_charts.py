@@ -9,19 +9,18 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from steadygrad.studies.charts import CRITICAL, INK, VARIABLES, chart, label, panel
-from steadygrad.studies.page import render
+from steadygrad.studies.page import CRITICAL, INK, PANEL, VARIABLES, chart, label, render
 from steadygrad.studies.text import loss, show
 from tests.unit.report.conftest import made_run
 
 NASTY = '<script>alert(1)</script> id="x" #010105 $x$ 字\x00'
 
 
-def paint(figure: Any, narrow: bool) -> None:
+def paint(figure: Any) -> None:
     axes = figure.subplots()
     axes.plot([1, 2, 3], [1, 4, 2], "o-", color=CRITICAL)
     axes.fill_between([1, 2], [1, 1], [2, 2], color=INK)
-    axes.set_title("narrow" if narrow else "wide")
+    axes.set_title("title")
     axes.set_xlabel(label(NASTY))
     axes.annotate("", (1, 1), xytext=(0, 9), textcoords="offset points", arrowprops={"color": INK})
 
@@ -35,16 +34,13 @@ def texts(svg: ET.Element) -> list[str]:
     return [element.text or "" for element in svg.iter("text")]
 
 
-def test_charts_come_in_two_widths_and_refer_to_their_own_parts():
-    page = chart("one", "a", paint) + chart("two", "b", paint) + panel("three", "c", paint)
-    wide, narrow, *others = svgs(page)
-    assert (wide.get("viewBox"), narrow.get("viewBox")) == ("0 0 800 320", "0 0 380 288")
-    assert "wide" in texts(wide)
-    assert "narrow" in texts(narrow)
+def test_charts_refer_to_their_own_parts():
+    page = chart("one", "a", paint) + chart("two", "b", paint, PANEL)
+    wide, small = svgs(page)
+    assert (wide.get("viewBox"), small.get("viewBox")) == ("0 0 800 320", "0 0 240 190")
+    assert "title" in texts(wide)
     assert wide.get("width") is None  # the page decides
-    ids = [
-        part.get("id") for svg in (wide, narrow, *others) for part in svg.iter() if part.get("id")
-    ]
+    ids = [part.get("id") for svg in (wide, small) for part in svg.iter() if part.get("id")]
     assert len(ids) == len(set(ids)) > 20
     wanted = re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', page)
     assert wanted
@@ -57,7 +53,7 @@ def test_a_page_is_self_contained_and_its_drawings_have_its_own_colours():
         assert part in page
     for loading in ("<script", "@import", "src=", "url(http"):
         assert loading not in page
-    drawn = "".join(re.findall(r"<[^>]*>", panel("one", "a", paint)))
+    drawn = "".join(re.findall(r"<[^>]*>", chart("one", "a", paint, PANEL)))
     used = set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn))
     assert {CRITICAL, INK} <= used <= set(VARIABLES)
     assert "<style" not in drawn  # it would apply to the whole page
@@ -66,9 +62,9 @@ def test_a_page_is_self_contained_and_its_drawings_have_its_own_colours():
 
 
 def test_the_users_matplotlib_settings_do_not_matter():
-    before = panel("one", "a", paint)
+    before = chart("one", "a", paint, PANEL)
     with mpl.rc_context({"svg.fonttype": "path", "lines.linewidth": 9, "font.size": 30}):
-        assert panel("one", "a", paint) == before
+        assert chart("one", "a", paint, PANEL) == before
         assert mpl.rcParams["lines.linewidth"] == 9
 
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.folder import dumps, read_run
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.trainer import Trainer

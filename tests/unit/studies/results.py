@@ -19,8 +19,7 @@ from steadygrad.studies.folder import (
     write_result,
     write_summary,
 )
-from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo, Training
-from steadygrad.studies.trials import Trial
+from steadygrad.studies.schema import SCHEMA, Header, Result, Runtime, TaskInfo, Training, Trial
 
 TASK = TaskInfo(
     spec="tiny_task.py:make_task",

@@ -11,8 +11,7 @@ import pytest
 
 from steadygrad.studies import work
 from steadygrad.studies.advise import trials
-from steadygrad.studies.deadline import BUDGET, Deadline, StudyInterrupted
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import BUDGET, Deadline, DistributedContext, StudyInterrupted
 from steadygrad.studies.executors import Workers
 from steadygrad.studies.folder import Results
 from steadygrad.studies.trainer import Diverged

@@ -9,8 +9,7 @@ import torch
 from steadygrad._checks import InputError
 from steadygrad.studies import executors, work
 from steadygrad.studies.calibration import calibrate
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.distributed import DistributedContext
+from steadygrad.studies.distributed import Deadline, DistributedContext
 from steadygrad.studies.executors import cuda_devices, made_workers
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.schema import CommonSettings

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from steadygrad.studies.compare.schema import Settings
-from steadygrad.studies.files import digests, load_recorded_task, located
 from steadygrad.studies.folder import read_run
+from steadygrad.studies.record import digests, load_recorded_task, located
 from tests.refusals import refused
 from tests.unit.studies import framework
 from tests.unit.studies.framework import begin, contents, copy, go_on, lines, part

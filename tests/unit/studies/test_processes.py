@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.folder import read_run
 from steadygrad.studies.run import resume
 from tests.refusals import refused

@@ -13,8 +13,7 @@ from steadygrad._studies import STUDIES, module_of
 from steadygrad.cli.console import rendered
 from steadygrad.studies.folder import create, dumps, read_run, summarize, write_summary
 from steadygrad.studies.page import render
-from steadygrad.studies.schema import Training
-from steadygrad.studies.trials import Trial
+from steadygrad.studies.schema import Training, Trial
 from steadygrad.studies.work import run_trial
 from tests.rounding import assert_close
 

@@ -8,10 +8,10 @@ import torch
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.deadline import Deadline
-from steadygrad.studies.files import OBJECT
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.folder import RunError, dumps, read_run, write_summary
-from steadygrad.studies.ladder import SEEDS
+from steadygrad.studies.paired import SEEDS
+from steadygrad.studies.record import OBJECT
 from steadygrad.studies.run import resume, start
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import run_trial

@@ -13,8 +13,7 @@ from steadygrad._checks import InputError
 from steadygrad.optim import LANS
 from steadygrad.studies.advise.trials import TRIALS, noise
 from steadygrad.studies.calibration import calibrate
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order, seed_for
+from steadygrad.studies.course import Order, Rate, seed_for
 from steadygrad.studies.schema import CommonSettings
 from steadygrad.studies.trainer import Diverged
 from steadygrad.studies.work import Workplace, work_on

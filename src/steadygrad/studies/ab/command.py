@@ -1,7 +1,6 @@
 """Runs shell commands to their end, and reads the metric in their output."""
 
 import ast
-import codecs
 import json
 import math
 import os
@@ -24,9 +23,10 @@ from steadygrad.studies.ab.schema import Settings
 # Nobody turns pages or has a narrow screen.
 UNREAD = {"COLUMNS": "500", "PAGER": "cat", "GIT_PAGER": "cat"}
 KEEPER = str(Path(__file__).with_name("keeper.py"))
-# Characters of output that are searched together, those kept of what came before, and half of a
-# line's: a pattern may look at each part of a line from all places before it.
-WINDOW, KEPT, HALF = 1 << 20, 1 << 16, 1 << 10
+# Bytes that are kept of the output's end.
+KEPT = 1 << 25
+# Half of a line's characters: a pattern may look at each part of a line from all places before it.
+HALF = 1 << 10
 # Colours, moves and titles.
 ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-Z\\^-~])"
@@ -41,37 +41,9 @@ class RunFailed(InputError):
     """A command failed, or printed no metric."""
 
 
-class Output:
-    """The output of a command so far; ``last_line`` is the end of it."""
-
-    def __init__(self, metric: str) -> None:
-        self._metric, self._text, self._new = metric, "", bytearray()
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._found: float | str | None = None
-
-    def add(self, data: bytes) -> None:
-        """Takes more of it."""
-        self._new += data
-        if len(self._new) > WINDOW:
-            self.read()
-
-    def read(self) -> float | str | None:
-        """The metric's last value: a number, a text in its place, or None where none is named."""
-        text = self._text + self._decode(self._new)
-        self._new.clear()
-        # A bar's turns are lines.
-        text = re.sub(r"\r+\n?", "\n", ESCAPES.sub("", text))
-        found = metric_of(text, self._metric)
-        self._found = self._found if found is None else found
-        # From the end of a line on: a match that is cut is another one.
-        cut = text.find("\n", len(text) - KEPT) if len(text) > KEPT else 0
-        self._text = text[cut if cut >= 0 else -KEPT :]
-        return self._found
-
-    @property
-    def last_line(self) -> str:
-        """At most 200 characters of the last line that is not empty."""
-        return self._text.strip().rpartition("\n")[2][-200:]
+def plain(printed: bytes | bytearray) -> str:
+    """Output as text, without colours and moves; a bar's turns are lines."""
+    return re.sub(r"\r+\n?", "\n", ESCAPES.sub("", printed.decode("utf-8", "replace")))
 
 
 def run_command(
@@ -79,21 +51,18 @@ def run_command(
 ) -> tuple[float, dict[str, int]]:
     """Runs a command to its end, or until ``poll`` raises, and leaves none of its processes.
 
-    Returns the metric and the peak of memory.
-
-    Raises:
-        RunFailed: By the command's own fault, with the last line that it printed.
-        InputError: Where the command could not be run.
+    Returns the metric and the peak of memory. Its own fault is a :class:`RunFailed`.
     """
-    output = Output(settings.metric)
+    printed = bytearray()
     try:
-        said = _said_by_keeper(command, cwd, settings.timeout or math.inf, poll, output)
+        said = _said_by_keeper(command, cwd, settings.timeout or math.inf, poll, printed)
     except OSError as error:
         raise InputError(
             f"Expected processes, a terminal and a folder for a command. Found {error}. "
             "Remedy: make room for them, and --resume."
         ) from error
-    value, (code, peak) = output.read(), said
+    text, (code, peak) = plain(printed), said
+    value = metric_of(text, settings.metric)
     if code == "None":
         why = f"it ran into the time limit of {settings.timeout:g} s"
     elif code != "0":
@@ -104,22 +73,23 @@ def run_command(
         found = f"{value[:60]!r}, which is no number," if value else "no number"
         key = "" if "(" in settings.metric else " as a key of JSON"
         why = f"it printed {found} for {settings.metric!r}{key}"
-    raise RunFailed(f"{why}, after {output.last_line!r}")
+    last_line = text.strip().rpartition("\n")[2][-200:]
+    raise RunFailed(f"{why}, after {last_line!r}")
 
 
 def _said_by_keeper(
-    command: str, cwd: str, limit: float, poll: Callable[[], object], output: Output
+    command: str, cwd: str, limit: float, poll: Callable[[], object], output: bytearray
 ) -> list[str]:
     """Exit code, or None after the time limit, and peak of memory, as ``keeper.py`` says them."""
     end, start = time.monotonic() + limit, [sys.executable, "-IS", KEEPER, command]
     where: Any = {"cwd": cwd, "env": os.environ | UNREAD}
     # A terminal: from pipes the two streams come in the order in which buffers were full.
     ours, its = os.openpty()
-    with open(ours, "rb", 0) as stream, open(its, "wb", 0) as printed:
+    with open(ours, "rb", 0) as stream, open(its, "wb", 0) as writer:
         tty.setraw(its)
-        where |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": printed}
+        where |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": writer}
         with subprocess.Popen(start, start_new_session=True, **where) as keeper:
-            printed.close()
+            writer.close()
             try:
                 while keeper.poll() is None and time.monotonic() < end:
                     poll()
@@ -133,13 +103,15 @@ def _said_by_keeper(
     return said
 
 
-def _take(stream: Any, output: Output) -> bool:
+def _take(stream: Any, output: bytearray) -> bool:
     """Takes the output of the next moment; False if there is none."""
     data = b""
     if select.select([stream], [], [], 0.02)[0]:
         with suppress(OSError):  # the end of a terminal
             data = stream.read(1 << 16)
-            output.add(data)
+            output += data
+            if len(output) > 2 * KEPT:
+                del output[:-KEPT]
     return bool(data)
 
 

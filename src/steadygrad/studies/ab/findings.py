@@ -74,11 +74,6 @@ def is_one_run(metrics: Floats, others: Floats) -> Any:
     return few | (np.sqrt(np.maximum(variance, 0.0)) <= typical_step(others) / 100)
 
 
-def are_one_run(a: Floats, b: Floats) -> bool:
-    """Whether A and B have the same metrics, but for rounding, on three seeds or more."""
-    return len(a) > 2 and bool(np.abs(b - a).max() <= typical_step(a)[-1] / 1000)
-
-
 def summarize(header: Header, results: Results, status: str) -> Summary:
     """The summary: numbers, findings and words."""
     changes, count = Changes(header, results), len(header.plan.arms)
@@ -130,8 +125,11 @@ class Changes(Evidence):
         yield "seed", [one for one, is_so in zip(both, is_one, strict=True) if is_so]
         what = self.plan.arms
         for one, other in product(both, range(len(what))):
-            are_others = not self.plan.samples and what[one] != what[other]
-            if are_others and are_one_run(*self.metrics(one, other)[:, :pairs]):
+            if self.plan.samples or what[one] == what[other]:
+                continue
+            a, b = self.metrics(one, other)[:, :pairs]
+            # But for rounding, on three seeds or more.
+            if len(a) > 2 and np.abs(b - a).max() <= typical_step(a)[-1] / 1000:
                 yield "shared", sorted((one, other))
 
     def _has_state(self, arm: int, pairs: int) -> bool:

@@ -71,27 +71,23 @@ Doubt = Literal["seed", "shared", "state"]
 
 
 class Comparison(shared.Finding, frozen=True, kw_only=True, tag="comparison"):
-    """A B against A after so many ``pairs``: all, or those up to the first verdict.
-
-    Attributes:
-        mean: Mean difference from A; of the shares of failed runs, once a run has ``failed``.
-        needed: Pairs more that should be enough; None where it is told, and beyond ten thousand.
-        two_sigma: In how many pairs B is better, and worse, by more than two deviations of A.
-        noise: 95 % of the differences of two runs are smaller, where A is alone.
-        doubt: Why no verdict would be one: ``arms`` are not reached by the seed, have shared what
-            their runs left, or gave another metric when called again with the same seed.
-    """
+    """A B against A after so many ``pairs``: all, or those up to the first verdict."""
 
     name: str
     verdict: Literal["better", "worse", "no difference", "cannot tell"]
     pairs: Count = 0
+    # Mean difference from A; of the shares of failed runs, once a run has `failed`.
     mean: float = 0.0
     low: float = -float("inf")
     high: float = float("inf")
     failed: tuple[int, int] = (0, 0)
+    # Pairs more that should be enough; None where it is told, and beyond ten thousand.
     needed: int | None = None
+    # In how many pairs B is better, and worse, by more than two deviations of A.
     two_sigma: tuple[int, int] | None = None
-    noise: float | None = None
+    noise: float | None = None  # 95 % of the differences of two runs are smaller, where A is alone
+    # Why no verdict would be one: `arms` are not reached by the seed, have shared what their runs
+    # left, or gave another metric when called again with the same seed.
     doubt: Doubt | None = None
     arms: tuple[str, ...] = ()
 

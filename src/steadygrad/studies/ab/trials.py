@@ -18,13 +18,12 @@ from steadygrad._checks import InputError
 from steadygrad.studies.ab.command import RunFailed, run_command
 from steadygrad.studies.ab.findings import Changes
 from steadygrad.studies.ab.schema import ITSELF, LARGEST, MOST, Header, Plan, Settings
-from steadygrad.studies.files import OBJECT
+from steadygrad.studies.course import Rate
 from steadygrad.studies.folder import Results
-from steadygrad.studies.learning_rate import Rate
 from steadygrad.studies.paired import pairs_needed
-from steadygrad.studies.schema import Training
+from steadygrad.studies.record import OBJECT
+from steadygrad.studies.schema import SHARE, Training, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace, make_trainer
 from steadygrad.tasks import BUILT_IN, Samples, Task, TensorSamples, guarded
 from steadygrad.tasks.load import load_function, load_task

@@ -19,8 +19,7 @@ from steadygrad.studies import paired
 from steadygrad.studies.advise.plan import FEWEST_STEPS, LENGTHS, lengths_of
 from steadygrad.studies.advise.schema import Critical, Plan, Settings
 from steadygrad.studies.folder import Results
-from steadygrad.studies.ladder import SEEDS, Ladder
-from steadygrad.studies.paired import FIRST, Evidence, Floats, Prior, interval, looked
+from steadygrad.studies.paired import FIRST, SEEDS, Evidence, Floats, Ladder, Prior
 from steadygrad.studies.schema import Training
 
 # A fall that is no larger a part of the loss is a rounding error.
@@ -38,20 +37,13 @@ Curves = Mapping[int, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Trainings at one batch size beside the smallest batch's with the same seeds.
+    """Trainings at one batch size beside the smallest batch's with the same seeds."""
 
-    Attributes:
-        runs: Of the pairs up to the last look, by seed.
-        losses: The smallest batch's, shape ``(lengths, pairs)``.
-        places: The samples that they stand for, shape ``(lengths,)``.
-        prior: Variance of the differences at other batch sizes.
-    """
-
-    runs: tuple[Training, ...]
-    losses: Floats
-    places: Floats
+    runs: tuple[Training, ...]  # of the pairs up to the last look, by seed
+    losses: Floats  # the smallest batch's, shape `(lengths, pairs)`
+    places: Floats  # the samples that they stand for, shape `(lengths,)`
     tolerance: float
-    prior: Prior = paired.NOTHING
+    prior: Prior = paired.NOTHING  # variance of the differences at other batch sizes
 
     @classmethod
     def of(
@@ -59,7 +51,7 @@ class Pairs:
     ) -> "Pairs | None":
         """The pairs of trainings and the smallest batch's; None before the first look."""
         seeds = sorted(trainings.keys() & base.keys())
-        seeds = seeds[: looked(len(seeds))]
+        seeds = seeds[: paired.looked(len(seeds))]
         if not seeds:
             return None
         table = np.array([base[seed] for seed in seeds], dtype=float)
@@ -99,7 +91,7 @@ class Pairs:
             return (np.inf,) * 3
         if not np.isfinite(self.losses).all():  # the smallest batch diverged over one length
             return 0.0, 0.0, np.inf
-        mean, low, high = interval(self.behind(self.grid), prior=self.prior)
+        mean, low, high = paired.interval(self.behind(self.grid), prior=self.prior)
         # The upper end is the first overhead from which on the loss is surely not higher.
         above = np.logical_or.accumulate((high > 0)[::-1])[::-1]
         return self._first(mean <= 0), self._first(low <= 0), self._first(~above)

@@ -7,12 +7,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from steadygrad.studies.advise.growth import longest, rungs_of
 from steadygrad.studies.advise.schema import Growth, Summary
-from steadygrad.studies.charts import CRITICAL, INK, NOISE, Row, chart, differences
 from steadygrad.studies.folder import Run
-from steadygrad.studies.ladder import SEEDS
-from steadygrad.studies.paired import interval
+from steadygrad.studies.page import CRITICAL, INK, NOISE, chart
+from steadygrad.studies.paired import SEEDS
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import plural, show
 
@@ -27,25 +25,10 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "runs": runs,
         "sizes": len(run.header.plan.sizes),
         "seeds": len({one.seed for one in runs if one.seed not in SEEDS}),
-        "differences": _differences(run, found) if found else None,
         "growth": _growth(grown, plural(run.header.task.sample))
         if grown and grown.lengths
         else None,
     }
-
-
-def _differences(run: Run, summary: Summary) -> Markup | None:
-    """Differences of the final losses from the tolerated one, by batch size, seed by seed."""
-    found = longest(rungs_of(run.header, run.results)[0])
-    if not found.pairs or summary.rise:
-        return None
-    rows = []
-    for arm, pairs in found.pairs.items():
-        apart = pairs.behind(np.asarray(pairs.tolerance))
-        mean, low, high = map(float, interval(apart, prior=pairs.prior))
-        rows.append(Row(show(found.plan.arms[arm]), [*apart], mean, low, high))
-    spoken = "Final losses of each batch size less the tolerated loss, seed by seed."
-    return differences("sizes", spoken, rows, "validation loss, difference")
 
 
 def _growth(grown: Growth, samples: str) -> Markup:
@@ -53,7 +36,7 @@ def _growth(grown: Growth, samples: str) -> Markup:
     points = [(one, CRITICAL) for one in grown.lengths]
     points += [(grown.predicted, NOISE)] if grown.predicted else []
 
-    def paint(figure: Figure, narrow: bool) -> None:
+    def paint(figure: Figure) -> None:
         axes = figure.subplots()
         for one, colour in points:
             # No interval is drawn to an end that is not known.

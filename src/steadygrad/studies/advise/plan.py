@@ -13,8 +13,8 @@ from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
 from steadygrad.studies.advise.schema import Plan, Settings
 from steadygrad.studies.paired import MOST
+from steadygrad.studies.schema import start_up
 from steadygrad.studies.text import show
-from steadygrad.studies.trials import start_up
 
 MAX_MULTIPLE = 512
 # Fewest steps of the largest batch in a training, and of the smallest.
@@ -49,17 +49,9 @@ def make_plan(
 ) -> Plan:
     """Chooses the length of training so that its batch sizes can be told apart in the budget.
 
-    Args:
-        settings: With a length the budget decides nothing, if it is enough for a first look.
-        task: Its batch is the smallest one, and its data are the most in a batch.
-        seconds: Of one sample in training, by multiple of the smallest batch.
-        evaluation: Seconds of one evaluation.
-        workers: Trials at a time.
-        world: Processes that share a batch.
-        stand_in: Parameters of a smaller model that trains the rungs; the times are its own.
-
-    Raises:
-        InputError: If the budget gives no answer, or there are too few samples.
+    ``seconds`` are those of a sample in training, by multiple of the smallest batch, and those of
+    an ``evaluation``; ``workers`` trials go at a time, and ``world`` processes share a batch.
+    ``stand_in``: parameters of a smaller model that trains the rungs; the times are its own.
     """
     batch_size, train_size, samples = task.batch_size, len(task.train), settings.samples
     # A stand-in is checked over the shortest length, as the real model costs more.

@@ -55,27 +55,20 @@ class Settings(schema.CommonSettings):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Amounts of work, fixed before the first trial.
+    """Amounts of work, fixed before the first trial."""
 
-    Attributes:
-        arms: Batch sizes that can be tried, ascending; the first is the task's own, the reference.
-            Where a stand-in trains the rungs, the same again for the real model.
-        samples: Length of the longest training: the one that the advice is for, or a rung.
-        seeds: Most trainings of an arm.
-        work: Samples of the smallest batch that the budget has time for.
-        shorter: Rungs before that, ascending: lengths at which the sizes are compared.
-        target: Samples of a longer training, for which the advice is predicted; 0: there is none.
-        stand_in: Parameters of ``Task.proxy``'s model, which trains the rungs; 0: none does.
-        cost: The budget as a part of what the longer training takes on the same devices.
-    """
-
+    # Batch sizes that can be tried, ascending; the first is the task's own, the reference. Where a
+    # stand-in trains the rungs, the same again for the real model.
     arms: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=4096)]
-    samples: Positive
-    seeds: Annotated[int, Meta(ge=0, le=64)]
-    work: Positive
+    samples: Positive  # length of the longest training: the one that the advice is for, or a rung
+    seeds: Annotated[int, Meta(ge=0, le=64)]  # most trainings of an arm
+    work: Positive  # samples of the smallest batch that the budget has time for
+    # Rungs before that, ascending: lengths at which the sizes are compared.
     shorter: tuple[Positive, ...] = ()
+    # Samples of a longer training, for which the advice is predicted; 0: there is none.
     target: Count = 0
-    stand_in: Count = 0
+    stand_in: Count = 0  # parameters of `Task.proxy`'s model, which trains the rungs; 0: none does
+    # The budget as a part of what the longer training takes on the same devices.
     cost: NonNegative = 0.0
 
     @property
@@ -130,46 +123,34 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(Cost, frozen=True, kw_only=True):
-    """A batch size that was trained from the initial weights beside the smallest.
-
-    Attributes:
-        seeds: Pairs with the smallest batch.
-        loss: Mean final validation loss; infinite where a training diverged.
-        overhead: Extra samples as a fraction of what the smallest batch needs; 0: it needs none.
-        within: Whether it is within the tolerance, and ``high`` within 1.25 tolerances.
-        beyond: Whether the whole interval is beyond the tolerance.
-    """
+    """A batch size that was trained from the initial weights beside the smallest."""
 
     lr: float
     warmup_samples: int
     steps: int
-    seeds: int
-    loss: float
+    seeds: int  # pairs with the smallest batch
+    loss: float  # mean final validation loss; infinite where a training diverged
+    # Extra samples as a fraction of what the smallest batch needs; 0: it needs none.
     overhead: float
-    within: bool
-    beyond: bool
+    within: bool  # whether it is within the tolerance, and `high` within 1.25 tolerances
+    beyond: bool  # whether the whole interval is beyond the tolerance
 
 
 class Recommendation(Finding, frozen=True, tag="recommendation"):
-    """The fixed batch size for a run of ``samples`` from the initial weights; None: not known.
-
-    Attributes:
-        overhead: Extra samples as a fraction, with its interval; None for the smallest batch.
-        half_life: Samples after which Adam's second moment is halved.
-        decay_half_life: Samples after which weights that only decay are halved.
-        why: Why there is none: ``"unmeasured"``, ``"flat"`` (the smallest batch's loss does not
-            fall), or ``"undecided"``.
-    """
+    """The fixed batch size for a run of ``samples`` from the initial weights; None: not known."""
 
     batch_size: int | None = None
     lr: float | None = None
     warmup_samples: int | None = None
     samples: int | None = None
+    # Extra samples as a fraction, with its interval; None for the smallest batch.
     overhead: float | None = None
     low: float | None = None
     high: float | None = None
-    half_life: float | None = None
-    decay_half_life: float | None = None
+    half_life: float | None = None  # samples after which Adam's second moment is halved
+    decay_half_life: float | None = None  # samples after which weights that only decay are halved
+    # Why there is none: "unmeasured", "flat" (the smallest batch's loss does not fall), or
+    # "undecided".
     why: str = ""
 
 
@@ -196,56 +177,38 @@ class Critical(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Growth(Finding, frozen=True, tag="growth"):
-    """The critical batch size over a training that was too long to be tried.
-
-    Attributes:
-        predicted: With its 95% confidence interval; None where it is not known.
-        lengths: Those that it is predicted from, ascending.
-        slope: Its logarithm grows by this with the logarithm of the length.
-        agree: Whether the lengths agree with one slope.
-        why: Why nothing is predicted: ``"none"`` (no batch size was surely within or beyond the
-            tolerance), ``"stand-in"`` (the real model was not seen to agree with the stand-in), or
-            ``"unchecked"`` (it was not tried at any length where the stand-in has a critical size).
-        drift: Octaves by which the best learning rate rose from the shortest length to the longest.
-        likely: Settings for the predicted size.
-        costs: Predicted ones of batch sizes over ``samples``, ascending.
-    """
+    """The critical batch size over a training that was too long to be tried."""
 
     samples: Positive
+    # With its 95% confidence interval; None where it is not known.
     predicted: Critical | None = None
-    lengths: tuple[Critical, ...] = ()
-    slope: float = 0.0
-    agree: bool = True
+    lengths: tuple[Critical, ...] = ()  # those that it is predicted from, ascending
+    slope: float = 0.0  # its logarithm grows by this with the logarithm of the length
+    agree: bool = True  # whether the lengths agree with one slope
+    # Why nothing is predicted: "none" (no batch size was surely within or beyond the tolerance),
+    # "stand-in" (the real model was not seen to agree with the stand-in), or "unchecked" (it was
+    # not tried at any length where the stand-in has a critical size).
     why: str = ""
+    # Octaves by which the best learning rate rose from the shortest length to the longest.
     drift: float = 0.0
-    likely: Recommendation | None = None
-    costs: tuple[Cost, ...] = ()
+    likely: Recommendation | None = None  # settings for the predicted size
+    costs: tuple[Cost, ...] = ()  # predicted ones of batch sizes over `samples`, ascending
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):
-    """Content of ``summary.json``.
+    """Content of ``summary.json``."""
 
-    Attributes:
-        batch_size: The task's own, with which the others are compared.
-        lr: Of the smallest batch in the trainings that were compared.
-        octaves: The advice's learning rates are the task's times 2 to this power.
-        tolerance: Extra samples that are acceptable, as a fraction.
-        findings: The recommendation, and the growth.
-        growth: Where the advice is for a longer training than was tried.
-        stand_in: Parameters of the model that trained the rungs in the real one's place; 0: none.
-        named: Largest batch size that the settings name; 0: they name none.
-        checked: The other batch sizes that were compared with the smallest, ascending.
-        noise: Gradient noise scales along the reference training; no advice rests on them.
-    """
-
-    batch_size: int
-    lr: float
-    octaves: float = 0.0
-    tolerance: float
-    findings: tuple[Recommendation | Growth, ...]
+    batch_size: int  # the task's own, with which the others are compared
+    lr: float  # of the smallest batch in the trainings that were compared
+    octaves: float = 0.0  # the advice's learning rates are the task's times 2 to this power
+    tolerance: float  # extra samples that are acceptable, as a fraction
+    findings: tuple[Recommendation | Growth, ...]  # the recommendation, and the growth
     recommendation: Recommendation
-    growth: Growth | None = None
+    growth: Growth | None = None  # where the advice is for a longer training than was tried
+    # Parameters of the model that trained the rungs in the real one's place; 0: none.
     stand_in: int = 0
-    named: int = 0
+    named: int = 0  # largest batch size that the settings name; 0: they name none
+    # The other batch sizes that were compared with the smallest, ascending.
     checked: tuple[Checked, ...]
+    # Gradient noise scales along the reference training; no advice rests on them.
     noise: tuple[NoiseAt, ...]

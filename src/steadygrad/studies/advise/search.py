@@ -12,7 +12,7 @@ from steadygrad.studies.advise.plan import END_MARKS, LENGTHS
 from steadygrad.studies.advise.schema import Header
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import looked, next_look
-from steadygrad.studies.trials import Trial, evaluation_cost
+from steadygrad.studies.schema import Trial, evaluation_cost
 
 # Largest ratio of a batch size to the largest one that seemed to pass.
 STRIDE = 4
@@ -21,9 +21,6 @@ CLOSE = 2
 # Of the work, at most: for the critical size over a shorter length this times its part, over the
 # longest, and for the check of a stand-in.
 MORE, LONGEST, CHECK = 1.5, 0.6, 0.3
-
-Wanted = Iterator[tuple[int, int, float, int]]
-"""Arm, samples, octaves and seed of trainings."""
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:
@@ -61,8 +58,11 @@ def _trial(found: BatchSizes, arm: int, samples: int, step: float, seed: int) ->
     return Trial(("training", found.skipped + arm, samples, step, seed), cost * found.weight, what)
 
 
-def _sizes(found: BatchSizes, arm: int | None) -> Wanted:
-    """The batch size that needs a look; the sizes on either side of the border where none does."""
+def _sizes(found: BatchSizes, arm: int | None) -> Iterator[tuple[int, int, float, int]]:
+    """Arm, samples, octaves and seed of trainings for the batch size that needs a look.
+
+    Where none does, for the sizes on either side of the border.
+    """
     if found.is_flat:
         return
     border = [arm for arm in (found.passed, found.failed) if arm is not None]
@@ -71,7 +71,7 @@ def _sizes(found: BatchSizes, arm: int | None) -> Wanted:
         yield from _look(found, each)
 
 
-def _look(found: BatchSizes, arm: int) -> Wanted:
+def _look(found: BatchSizes, arm: int) -> Iterator[tuple[int, int, float, int]]:
     """Trainings of an arm and of the smallest batch up to the next look, seed by seed.
 
     Where the learning rate is not known yet, the trainings that tell.
@@ -81,13 +81,8 @@ def _look(found: BatchSizes, arm: int) -> Wanted:
             yield 0, found.samples, float(octave), seed
         return
     for seed in range(_next(found, arm)):
-        yield from _reference(found, seed, best)
+        yield from ((0, length, best, seed) for length in found.lengths)
         yield arm, found.samples, best, seed
-
-
-def _reference(found: BatchSizes, seed: int, step: float) -> Wanted:
-    """The smallest batch's training; of each length, where the rate decays."""
-    return ((0, length, step, seed) for length in found.lengths)
 
 
 def _pairs(found: BatchSizes, arm: int) -> int:

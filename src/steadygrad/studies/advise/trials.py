@@ -17,12 +17,10 @@ from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.schema import Noise, NoiseAt, Plan
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.calibration import clock_of, measured_speed
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.order import Order
+from steadygrad.studies.course import Order, Rate
 from steadygrad.studies.paired import FIRST
-from steadygrad.studies.schema import Training
+from steadygrad.studies.schema import SHARE, Training
 from steadygrad.studies.trainer import Diverged, Trainer
-from steadygrad.studies.trials import SHARE
 from steadygrad.studies.work import Workplace, make_trainer
 
 __all__ = ["TRIALS", "plan_for", "trials_of"]

@@ -5,7 +5,7 @@ import math
 from steadygrad.studies.advise import schema
 from steadygrad.studies.advise.plan import LENGTHS
 from steadygrad.studies.advise.schema import Checked, Summary
-from steadygrad.studies.ladder import FARTHEST
+from steadygrad.studies.paired import FARTHEST
 from steadygrad.studies.schema import Table
 from steadygrad.studies.text import plural, show, unfinished
 

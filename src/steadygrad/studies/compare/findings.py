@@ -13,7 +13,7 @@ from steadygrad.studies import paired
 from steadygrad.studies.compare import schema, words
 from steadygrad.studies.compare.schema import Edge, Header, Plan, Ratio, Summary, Tuned, Verdict
 from steadygrad.studies.folder import Results
-from steadygrad.studies.ladder import SEEDS, Ladder
+from steadygrad.studies.paired import SEEDS, Ladder
 from steadygrad.studies.schema import Training
 
 # Mean squared errors of a chosen learning rate, in octaves squared: one that is always added, a

@@ -26,17 +26,11 @@ Maker = Callable[..., Optimizer]
 
 @dataclass(frozen=True)
 class Entry:
-    """One optimizer.
+    """One optimizer."""
 
-    Attributes:
-        lr: Default learning rate.
-        make: ``(model, lr) -> optimizer``.
-        traits: As the plan has them.
-    """
-
-    lr: float
-    make: Maker
-    traits: Traits = field(default_factory=Traits)
+    lr: float  # default learning rate
+    make: Maker  # `(model, lr) -> optimizer`
+    traits: Traits = field(default_factory=Traits)  # as the plan has them
 
     def task(self, task: Task, lr: float, samples: int) -> Task:
         """The task with this optimizer, and the schedule of all that have none of their own."""

@@ -8,12 +8,11 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from steadygrad.studies import charts
-from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE, PAPER
 from steadygrad.studies.compare import words
 from steadygrad.studies.compare.findings import Optimizers, titles_of
-from steadygrad.studies.compare.schema import KNOWN, Summary, Tuned, Verdict
+from steadygrad.studies.compare.schema import KNOWN, Summary, Tuned
 from steadygrad.studies.folder import Run
+from steadygrad.studies.page import CRITICAL, INK, MUTED, NOISE, PANEL, PAPER, chart, label
 from steadygrad.studies.schema import Training
 from steadygrad.studies.text import listed, plural, show
 
@@ -33,7 +32,6 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
         "samples": plural(run.header.task.sample),
         "tuned": [*zip(labels, tuned, strict=True)],
         "steps": sorted({step for one in tuned for step in one.tried}),
-        "differences": _differences(rows, labels) if rows else None,
         "losses": [(name, own) for name, own in zip(labels, losses, strict=True) if own],
         "trained": len(runs),
         "diverged": sum(math.isinf(one.loss) for one in runs),
@@ -44,18 +42,7 @@ def view(run: Run, found: Summary | None) -> Mapping[str, object]:
     }
 
 
-def _differences(rows: Sequence[Verdict], labels: Sequence[str]) -> Markup:
-    """Paired differences from AdamW."""
-    drawn = []
-    for row in rows:
-        apart = [own - row.baseline_losses[seed] for seed, own in row.losses.items()]
-        label = charts.label(labels[row.arm], 30)
-        drawn.append(charts.Row(label, apart, row.mean, row.low, row.high))
-    spoken = "Paired differences of losses from AdamW's, with their confidence intervals."
-    return charts.differences("differences", spoken, drawn, "loss less AdamW's")
-
-
-def _rates(evidence: Optimizers, arm: int, label: str, tuned: Tuned) -> Markup | None:
+def _rates(evidence: Optimizers, arm: int, name: str, tuned: Tuned) -> Markup | None:
     """Losses of one arm over the learning rate: means of the search, and the seeds of the pairs."""
     length, pairs, tried = evidence.plan.samples, [*evidence.pairs(arm).values()], {}
     for octave, loss in tuned.tried.items():
@@ -65,7 +52,7 @@ def _rates(evidence: Optimizers, arm: int, label: str, tuned: Tuned) -> Markup |
     if not known:
         return None
 
-    def paint(figure: Figure, _: bool) -> None:
+    def paint(figure: Figure) -> None:
         axes, rates = figure.subplots(), sorted({lr for lr, _ in known})
         ticks = rates[:: math.ceil(len(rates) / 4)]
         axes.set_xscale("log", base=2)
@@ -79,11 +66,11 @@ def _rates(evidence: Optimizers, arm: int, label: str, tuned: Tuned) -> Markup |
         axes.plot(*places, "o", color=CRITICAL, mec=PAPER, mew=0.7, ms=5)
         lost, edge = {lr for lr, loss in known if math.isinf(loss)}, axes.get_xaxis_transform()
         axes.plot([*lost], [0.95] * len(lost), "x", color=NOISE, mew=2, ms=7.5, transform=edge)
-        axes.set_title(charts.label(label), loc="left", fontsize=11.5, color=INK)
+        axes.set_title(label(name), loc="left", fontsize=11.5, color=INK)
         _limit(axes, [loss for _, loss in known if math.isfinite(loss)])
 
-    spoken = f"Validation loss with {charts.label(label)} over the learning rate."
-    return charts.panel(f"rates-{arm}", spoken, paint)
+    spoken = f"Validation loss with {label(name)} over the learning rate."
+    return chart(f"rates-{arm}", spoken, paint, PANEL)
 
 
 def _limit(axes: Axes, losses: Sequence[float]) -> None:

@@ -51,17 +51,12 @@ class Settings(shared.CommonSettings):
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """Traits that a step of an optimizer beside the built-in ones has shown before the study.
+    """Traits that a step of an optimizer beside the built-in ones has shown before the study."""
 
-    Attributes:
-        version: Release of its library; empty where it is not known.
-        own_schedule: Whether it has ``train()`` and ``eval()``: no warm-up and decay are applied.
-        own_rate: Whether it estimates its learning rate: no ladder of rates is tried.
-    """
-
-    version: str = ""
+    version: str = ""  # release of its library; empty where it is not known
+    # Whether it has `train()` and `eval()`: no warm-up and decay are applied.
     own_schedule: bool = False
-    own_rate: bool = False
+    own_rate: bool = False  # whether it estimates its learning rate: no ladder of rates is tried
 
 
 class Arm(msgspec.Struct, frozen=True):
@@ -72,22 +67,16 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Amounts of work, fixed before the first trial.
+    """Amounts of work, fixed before the first trial."""
 
-    Attributes:
-        arms: By batch size, AdamW first: the baseline of the others at that size.
-        samples: Length of the trainings, a whole number of steps of every arm, as is its half, the
-            length of the baselines' short ones.
-        seeds: Most paired seeds of an arm.
-        work: Cost of about as many trials as tell, in samples.
-        traits: By optimizer, of those that are not built in.
-    """
-
+    # By batch size, AdamW first: the baseline of the others at that size.
     arms: Annotated[tuple[Arm, ...], Meta(min_length=2, max_length=4096)]
+    # Length of the trainings, a whole number of steps of every arm, as is its half, the length of
+    # the baselines' short ones.
     samples: Positive
-    seeds: Annotated[int, Meta(ge=1, le=MOST)]
-    work: Positive
-    traits: dict[str, Traits] = {}
+    seeds: Annotated[int, Meta(ge=1, le=MOST)]  # most paired seeds of an arm
+    work: Positive  # cost of about as many trials as tell, in samples
+    traits: dict[str, Traits] = {}  # by optimizer, of those that are not built in
 
     def __post_init__(self) -> None:
         if any(self.arms[self.baseline(n)].optimizer != BASELINE for n in range(len(self.arms))):
@@ -136,44 +125,33 @@ class Ratio(msgspec.Struct, frozen=True):
 
 
 class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
-    """An arm against the baseline of its batch size, as it was when it could first be told.
+    """An arm against the baseline of its batch size, as it was when it could first be told."""
 
-    Attributes:
-        arm: Number of the arm.
-        lr: Tuned learning rate.
-        mean: Mean paired difference of the loss from AdamW's, below zero is better; where a run
-            ``failed``, of the share of runs that diverged.
-        low: Lower end of its confidence interval; ``high`` is the upper one.
-        pairs: Paired seeds of the verdict.
-        verdict: ``"better"``, ``"worse"`` or ``"cannot tell"``.
-        needed: Pairs that should tell, were mean and spread the true ones; None where the verdict
-            is known, or where no number up to ten thousand would.
-        rates_limit: Whether the difference is within the error of the tuned learning rates.
-        lost: Trainings of the pairs that diverged; ``baseline_lost``: of AdamW's.
-        losses: By seed; infinite where it diverged.
-        sample_ratio: Samples that AdamW needs for the same loss, over those of the training, from a
-            quarter to four: at these it is only known to be beyond. Above 1 the optimizer saves.
-        time_ratio: Time to the same loss over AdamW's, by the seconds of the pairs' trainings; None
-            at other batch sizes than the task's.
-    """
-
-    arm: int
+    arm: int  # number of the arm
     optimizer: str
     batch_size: int
-    lr: float
+    lr: float  # tuned learning rate
     baseline_lr: float
+    # Mean paired difference of the loss from AdamW's, below zero is better; where a run `failed`,
+    # of the share of runs that diverged.
     mean: float
-    low: float
+    low: float  # lower end of its confidence interval; `high` is the upper one
     high: float
-    pairs: int
+    pairs: int  # paired seeds of the verdict
     verdict: Literal["better", "worse", "cannot tell"]
+    # Pairs that should tell, were mean and spread the true ones; None where the verdict is known,
+    # or where no number up to ten thousand would.
     needed: int | None
-    rates_limit: bool
-    lost: int
+    rates_limit: bool  # whether the difference is within the error of the tuned learning rates
+    lost: int  # trainings of the pairs that diverged; `baseline_lost`: of AdamW's
     baseline_lost: int
-    losses: dict[int, float]
+    losses: dict[int, float]  # by seed; infinite where it diverged
     baseline_losses: dict[int, float]
+    # Samples that AdamW needs for the same loss, over those of the training, from a quarter to
+    # four: at these it is only known to be beyond. Above 1 the optimizer saves.
     sample_ratio: Ratio | None = None
+    # Time to the same loss over AdamW's, by the seconds of the pairs' trainings; None at other
+    # batch sizes than the task's.
     time_ratio: Ratio | None = None
 
     @property
@@ -189,22 +167,16 @@ class Verdict(shared.Finding, frozen=True, kw_only=True, tag="verdict"):
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for one arm's learning rate.
-
-    Attributes:
-        lr: The tuned rate; None where the search is not done.
-        step: Octaves of it above the arm's own; None likewise.
-        interior: Whether worse rates were tried on both sides of the best one; None likewise, and
-            where the optimizer has a rate of its own.
-        tried: Mean losses of the search by octave.
-    """
+    """The search for one arm's learning rate."""
 
     optimizer: str
     batch_size: int
-    lr: float | None
-    step: float | None
+    lr: float | None  # the tuned rate; None where the search is not done
+    step: float | None  # octaves of it above the arm's own; None likewise
+    # Whether worse rates were tried on both sides of the best one; None likewise, and where the
+    # optimizer has a rate of its own.
     interior: bool | None
-    tried: dict[int, float]
+    tried: dict[int, float]  # mean losses of the search by octave
 
 
 class Edge(shared.Finding, frozen=True, tag="edge"):
@@ -216,21 +188,13 @@ class Edge(shared.Finding, frozen=True, tag="edge"):
 
 
 class Summary(shared.Summary, frozen=True, kw_only=True):
-    """Content of ``summary.json``.
+    """Content of ``summary.json``."""
 
-    Attributes:
-        samples: Length of the trainings.
-        confidence: Of each interval, 0.95 or more: all hold together with 0.95.
-        findings: The most important first.
-        optimizers: Names in sentences, AdamW first.
-        tuned: The search of each arm.
-    """
-
-    samples: int
-    confidence: float
-    findings: tuple[Edge | Verdict, ...]
-    optimizers: dict[str, str]
-    tuned: tuple[Tuned, ...]
+    samples: int  # length of the trainings
+    confidence: float  # of each interval, 0.95 or more: all hold together with 0.95
+    findings: tuple[Edge | Verdict, ...]  # the most important first
+    optimizers: dict[str, str]  # names in sentences, AdamW first
+    tuned: tuple[Tuned, ...]  # the search of each arm
 
     @property
     def verdicts(self) -> list[Verdict]:

@@ -1,10 +1,11 @@
-"""The trials of ``compare``: what each kind does with a trainer."""
+"""The trials of ``compare``: how long they are, which there are, what they do with a trainer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import torch
@@ -13,16 +14,20 @@ from steadygrad._checks import InputError
 from steadygrad.studies.calibration import measured_speed
 from steadygrad.studies.compare.findings import Optimizers
 from steadygrad.studies.compare.optimizers import Entry, entries_of, traits_of
-from steadygrad.studies.compare.plan import make_plan
-from steadygrad.studies.compare.schema import KNOWN, Header, Plan, Settings, Traits
+from steadygrad.studies.compare.schema import KNOWN, Arm, Header, Plan, Settings, Traits
+from steadygrad.studies.course import Rate
 from steadygrad.studies.folder import Results
-from steadygrad.studies.learning_rate import Rate
-from steadygrad.studies.schema import Training
+from steadygrad.studies.paired import SEEDS, USUAL
+from steadygrad.studies.schema import SHARE, Training, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import Trial, evaluation_cost
 from steadygrad.studies.work import Workplace
 from steadygrad.tasks import guarded
 from steadygrad.tasks.check import check_gradients, check_optimizer_maker, reason
+
+# Least steps of a training with the largest batch.
+LEAST_STEPS = 40
+# Pairs that the length of the trainings reckons with.
+PAIRS = 10
 
 
 def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -38,6 +43,82 @@ def plan_for(settings: Settings, trainer: Trainer, *, speed: float, workers: int
     world, names = trainer.context.size, tuple(entries)
     plan = make_plan(settings, names, task, speed=speed, workers=workers, world=world)
     return msgspec.structs.replace(plan, traits=traits)
+
+
+def make_plan(
+    settings: Settings,
+    optimizers: Sequence[str],
+    task: Any,
+    *,
+    speed: float,
+    workers: int,
+    world: int = 1,
+) -> Plan:
+    """Chooses trainings so long that about ten pairs of each arm fit the budget.
+
+    One of ``workers`` trials at a time has ``speed`` samples a second, by ``world`` processes.
+    """
+    batch_size, train_size = task.batch_size, len(task.train)
+    # A task's own evaluation is done whole on every rank.
+    valid_size = len(task.valid) * (world if task.evaluate else 1)
+    multiples = _multiples(settings.batches, train_size // batch_size)
+    arms = tuple(Arm(name, batch_size * multiple) for multiple in multiples for name in optimizers)
+    # Whole trainings, and halves of baselines.
+    pairs = min(PAIRS, settings.seeds)
+    whole, halves = len(arms) * (USUAL + pairs), len(multiples) * pairs
+    fixed = (whole + halves) * evaluation_cost(valid_size)
+    # A training and its half are whole numbers of steps at every batch size.
+    unit = 2 * math.lcm(*multiples) * batch_size
+    least = math.ceil(LEAST_STEPS * arms[-1].batch_size / unit) * unit
+    rate = SHARE * speed * workers
+    fitting = (rate * (settings.budget - start_up(workers)) - fixed) / (whole + halves / 2)
+    samples = unit * (round(settings.samples / unit) if settings.samples else int(fitting // unit))
+    if samples < least:
+        seconds = (least * (whole + halves / 2) + fixed) / rate + start_up(workers)
+        raise _too_short(settings, least, math.ceil(seconds))
+    # Three rates of each arm come before any pair.
+    begun = math.ceil(samples * len(arms) * 3 * len(SEEDS) / rate + start_up(workers))
+    if begun > settings.budget:
+        raise InputError(
+            f"The budget is too small for trainings of {samples:,} samples: found "
+            f"{settings.budget:g}s, expected at least {begun}s for their learning rates. Remedy: "
+            f"--budget {2 * begun}s or more, or fewer --samples."
+        )
+    work = math.ceil(samples * (whole + halves / 2) + fixed)
+    plan = Plan(arms=arms, samples=samples, seeds=settings.seeds, work=work)
+    if plan.seeds < plan.first:
+        raise InputError(
+            f"--seeds should be at least {plan.first}, the fewest pairs that can give a verdict. "
+            f"Found {plan.seeds}. Remedy: --seeds 10."
+        )
+    return plan
+
+
+def _too_short(settings: Settings, least: int, seconds: int) -> InputError:
+    steps = f"{LEAST_STEPS} steps of the largest batch"
+    if settings.samples:
+        return InputError(
+            f"--samples should be at least {least}, {steps}. Found {settings.samples}. Remedy: "
+            f"--samples {least}, or smaller --batches."
+        )
+    return InputError(
+        f"The budget is too small for any answer: found {settings.budget:g}s, expected at least "
+        f"{seconds}s for trainings of {steps}. Remedy: --budget {seconds}s or more, or fewer "
+        "--optimizers."
+    )
+
+
+def _multiples(text: str, most: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or found[0] != 1 or list(found) != sorted({*found}) or found[-1] > most:
+        raise InputError(
+            "--batches should be growing whole multiples of the task's batch size that begin with "
+            f"1, such as 1,4,16, and at most {most} here. Found {text!r}. Remedy: --batches 1."
+        )
+    return found
 
 
 def trials_of(header: Header, results: Results) -> list[Trial]:

@@ -10,13 +10,12 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from steadygrad.studies import charts
-from steadygrad.studies.charts import CRITICAL, INK, MUTED, NOISE
 from steadygrad.studies.folder import Run
 from steadygrad.studies.inspect import analysis
 from steadygrad.studies.inspect.analysis import LEAST, NORMAL, OVER, Exponents, Place
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, KINDS, TITLES, Summary
 from steadygrad.studies.inspect.words import layer_title, power
+from steadygrad.studies.page import CRITICAL, INK, MUTED, NOISE, chart, label
 
 # Columns of what has no exponent, apart from the others.
 ZERO, NOT_FINITE = LEAST - 4, OVER + 4
@@ -47,9 +46,9 @@ def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind
     drawn = [phase for phase in SHOWN if any(k == kind for _, k in held[phase])]
     names = [name for name in layers if any((name, kind) in held[phase] for phase in drawn)]
 
-    def paint(figure: Figure, narrow: bool) -> None:
+    def paint(figure: Figure) -> None:
         panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-        titles = [charts.label(layer_title(name), 13 if narrow else 24) for name in names]
+        titles = [label(layer_title(name)) for name in names]
         for axes, phase in zip(panels, drawn, strict=True):
             _paint(axes, [held[phase].get((name, kind)) for name in names])
             axes.set_ylim(len(names) - 0.4, -0.6)
@@ -59,7 +58,7 @@ def _heat(held: Mapping[str, Mapping[Place, Exponents]], layers: list[str], kind
 
     spoken = f"Exponents of the gradients of {kind}, layer by layer, before and after."
     height = 90 + len(drawn) * (50 + 21 * len(names))
-    return charts.chart(f"heat-{kind}", spoken, paint, height=height)
+    return chart(f"heat-{kind}", spoken, paint, (800, height))
 
 
 def _paint(axes: Axes, rows: Sequence[Exponents | None]) -> None:

@@ -64,32 +64,24 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """An eighth of a phase.
+    """An eighth of a phase."""
 
-    Attributes:
-        steps: Steps of the phase so far.
-        loss: Mean of the training losses that were finite; None if none was.
-        scales: Base-2 logarithm of each layer's scale at the end; "" is the loss.
-        skipped: Steps left out because something was not finite.
-        overflows: Steps in which a layer was not finite; ``at_any_scale``: whatever the scale.
-        overflowed_at: Base-2 logarithm of the smallest scale at which a layer overflowed.
-        activations: Exponents of the gradients at each layer's output; ``weights``: of its weights.
-        plain: Exponents of both as they would be without scales, in the phase that finds scales.
-        largest: Largest exponent without scales, by kind and layer.
-        forward: Steps in which something was not finite in the forward pass, by its cause in words.
-    """
-
-    steps: Count
-    loss: float | None
-    scales: dict[str, float]
-    skipped: Count
+    steps: Count  # steps of the phase so far
+    loss: float | None  # mean of the training losses that were finite; None if none was
+    scales: dict[str, float]  # base-2 logarithm of each layer's scale at the end; "" is the loss
+    skipped: Count  # steps left out because something was not finite
+    # Steps in which a layer was not finite; `at_any_scale`: whatever the scale.
     overflows: dict[str, Count]
     at_any_scale: dict[str, Count]
+    # Base-2 logarithm of the smallest scale at which a layer overflowed.
     overflowed_at: dict[str, float]
+    # Exponents of the gradients at each layer's output; `weights`: of its weights.
     activations: dict[str, Histogram]
     weights: dict[str, Histogram]
+    # Exponents of both as they would be without scales, in the phase that finds scales.
     plain: dict[str, dict[str, Histogram]]
-    largest: dict[str, dict[str, float]]
+    largest: dict[str, dict[str, float]]  # largest exponent without scales, by kind and layer
+    # Steps in which something was not finite in the forward pass, by its cause in words.
     forward: dict[str, Count] = {}
 
 
@@ -204,19 +196,14 @@ Findings = Verdict | Forward | Remedy | Effect
 
 
 class Summary(schema.Summary, frozen=True, kw_only=True):
-    """Content of ``summary.json``.
+    """Content of ``summary.json``."""
 
-    Attributes:
-        findings: The verdict, then the most important first.
-        proposal: None before two phases can be compared, and where no gradient was finite.
-        phases: ``"before"``, with one loss scale, and ``"after"``, with the proposed; once done.
-        layers: All layers with a gradient, in the order of the model.
-    """
-
-    findings: tuple[Findings, ...]
+    findings: tuple[Findings, ...]  # the verdict, then the most important first
+    # None before two phases can be compared, and where no gradient was finite.
     proposal: Proposal | None
+    # "before", with one loss scale, and "after", with the proposed; once done.
     phases: dict[str, Trained]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # all layers with a gradient, in the order of the model
 
     def effect(self, name: EffectName) -> Mapping[str, float]:
         """The layers of an effect; empty where there is none."""

@@ -1,4 +1,4 @@
-"""The trials of ``inspect``: which there are, what they do with a trainer, and what they count.
+"""The trials of ``inspect``: which there are, their scalers, and what they count.
 
 The phase with one loss scale and the phase that finds scales are independent. The third one needs
 both: the scales that it tries are arithmetic on what they recorded.
@@ -7,30 +7,64 @@ both: the scales that it tries are arithmetic on what they recorded.
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from steadygrad.scale import MeasuredExponents
+from steadygrad.scale import AutoScale, LayerScale, LayerwiseGradScaler, MeasuredExponents
 from steadygrad.scale.equations import BINS, LOWEST, NONFINITE_BIN, largest_exponents
+from steadygrad.scale.layers import automatic_layers
+from steadygrad.studies.course import Order, generators_kept
 from steadygrad.studies.folder import Results
-from steadygrad.studies.inspect import scalers, schema
+from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.analysis import by_phase, propose
 from steadygrad.studies.inspect.schema import AFTER, BEFORE, PARTS, PHASES, SEARCH, TITLES, Plan
-from steadygrad.studies.order import Order, generators_kept
+from steadygrad.studies.schema import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.trainer import Trainer
-from steadygrad.studies.trials import SHARE, Trial, evaluation_cost, start_up
 from steadygrad.studies.work import Workplace
 from steadygrad.watch import GradientWatch
 
-# One loss scale to begin with. A forward pass that overflows is a finding.
-TRAINING = {"dtype": "float16", "finite": False, "scaling": scalers.given_scales}
 # Time of a step over that of the steps whose speed was measured: those that overflow are repeated.
 REPEATED = 1.2
+# As torch.amp.GradScaler begins, and as it moves.
+FIRST_SCALE, BACKOFF, INTERVAL = 2.0**16, 0.5, 2000
+# Below it float32 has too little room. A loss that changes with every call may lead there: the
+# repeated step is another one, and so is finite.
+LEAST_SCALE = 2.0**-100
+# Gradients that overflow only because they are large are finite at this scale.
+PROBE_SCALE = 2.0**-60
+
+
+def given_scales(
+    model: nn.Module, loss_scale: float = FIRST_SCALE, layer_scales: Mapping[str, float] = {}
+) -> LayerwiseGradScaler:
+    """A loss scale, and scales of some layers; the other layers are measured only.
+
+    Call :func:`follow_one_scale` after each update: without layer scales the loss scale then moves
+    as that of ``torch.amp.GradScaler``.
+    """
+    measured = LayerScale(1.0, fixed=True)
+    layers = {name: layer_scales.get(name, measured) for name in automatic_layers(model)}
+    scaler = LayerwiseGradScaler(
+        model, layers, growth_interval=INTERVAL, backoff_factor=BACKOFF, init_scale=loss_scale
+    )
+    scaler.measure()
+    return scaler
+
+
+def searched_scales(model: nn.Module) -> LayerwiseGradScaler:
+    """A scale for each layer that starts at 1 and follows the measured gradients."""
+    scaler = LayerwiseGradScaler(model, AutoScale(scale=1.0, every=1))
+    scaler.measure()
+    return scaler
+
+
+# One loss scale to begin with. A forward pass that overflows is a finding.
+TRAINING = {"dtype": "float16", "finite": False, "scaling": given_scales}
 
 
 def plan_for(settings: schema.Settings, trainer: Trainer, *, speed: float, workers: int) -> Plan:
@@ -62,8 +96,8 @@ def trials_of(header: schema.Header, results: Results) -> list[Trial]:
 def phase(plan: Plan, place: Workplace, phase: schema.PhaseName, **scales: Any) -> schema.Phase:
     """Trains over a phase, and evaluates at its end; ``scales`` are those to try."""
     trainer, searching = place.trainer, phase == SEARCH
-    given = partial(scalers.given_scales, **scales)
-    trainer.scaling = scalers.searched_scales if searching else given
+    given = partial(given_scales, **scales)
+    trainer.scaling = searched_scales if searching else given
     if "torch._dynamo" in sys.modules:
         # A new scaler has new hooks: a compiled model would be compiled once more each time,
         # until the compiler's limit is reached.
@@ -105,8 +139,8 @@ def _train(
             scaler.load_state_dict(before)
             histograms.forward[forward] += 1
         elif culprits and not searching:
-            nonfinite = scalers.nonfinite_at_any_scale(trainer, indices, kept.close)
-            scalers.follow_one_scale(scaler, culprits, before, own, nonfinite)
+            nonfinite = nonfinite_at_any_scale(trainer, indices, kept.close)
+            follow_one_scale(scaler, culprits, before, own, nonfinite)
             watch.report()  # of the repeated step
         if forward is None:
             histograms.add(measured, culprits, nonfinite)
@@ -119,6 +153,57 @@ def _train(
         loss=math.fsum(finite) / len(finite) if finite else None,
         scales={name: math.log2(scale) for name, scale in trainer.scaler.get_scales().items()},
     )
+
+
+def follow_one_scale(
+    scaler: LayerwiseGradScaler,
+    culprits: Collection[str],
+    before: Mapping[str, Any],
+    layer_scales: Collection[str],
+    nonfinite: Collection[str],
+) -> None:
+    """Backs the loss scale off for an overflow in a layer that has no scale of its own.
+
+    Its growth then begins anew, as in torch's scaler. A layer of ``layer_scales`` has backed off by
+    itself. An overflow in one that is ``nonfinite`` at any scale moves no scale, nor does the step
+    count for growth. ``before`` is the scaler's state before its update.
+    """
+    state = scaler.state_dict()
+    layers, old = state["layers"], before["layers"]
+    for name in ("", *nonfinite) if nonfinite else ():
+        layers[name].update({key: old[name][key] for key in ("scale", "growth_tracker")})
+    if not {*culprits} <= {*layer_scales, *nonfinite}:
+        scale = max(LEAST_SCALE, old[""]["scale"] * BACKOFF)
+        layers[""].update(scale=scale, growth_tracker=0)
+    scaler.load_state_dict(state)
+
+
+def nonfinite_at_any_scale(
+    trainer: Trainer, indices: Tensor, restore_rng: Callable[[], None]
+) -> list[str]:
+    """Culprits of the step that was just skipped that are not finite whatever the scale.
+
+    It is repeated with a loss scale of 2**-60, no layer scales, and the random numbers that
+    ``restore_rng`` brings back. Weights, buffers, scales and random numbers stay as they were.
+    """
+    scaler, state = trainer.scaler, trainer.scaler.state_dict()
+    culprits = scaler.culprits()
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    rows = state["layers"].items()
+    probe = {name: {**row, "scale": 1.0 if name else PROBE_SCALE} for name, row in rows}
+    scaler.load_state_dict({**state, "layers": probe})
+    with generators_kept(trainer.context.device):
+        restore_rng()
+        trainer.backward(indices)
+    scaler.unscale_(trainer.optimizer)
+    scaler.update()
+    again = scaler.culprits()
+    trainer.optimizer.zero_grad()
+    scaler.load_state_dict(state)
+    with torch.no_grad():
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+    return [name for name in culprits if name in again]
 
 
 def _forward_fault(watch: GradientWatch, trainer: Trainer, indices: Tensor) -> str | None:

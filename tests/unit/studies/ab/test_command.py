@@ -8,7 +8,7 @@ import pytest
 
 import steadygrad
 from steadygrad._checks import InputError
-from steadygrad.studies.ab.command import Output, RunFailed, run_command
+from steadygrad.studies.ab.command import RunFailed, metric_of, plain, run_command
 from steadygrad.studies.ab.schema import Settings
 from tests.unit.studies.framework import alive, recorded
 
@@ -96,20 +96,7 @@ PRINTED = [
     ],
 )
 def test_the_last_metric_counts(text, metric, value):
-    output = Output(metric)
-    output.add(text.encode())
-    assert output.read() == value
-
-
-@pytest.mark.parametrize("metric", ["x", r"x\": (\S+)}"])
-@pytest.mark.parametrize("filler", ["\r 5%|# | 1/9 [00:01<00:10, loss=0.4]", "." * 64, "{", '"x'])
-def test_what_is_kept_of_the_output_is_little_and_the_last_match_is_of_all(metric, filler):
-    """The lines are longer than what is searched together."""
-    output, many = Output(metric), filler.encode() * (1 << 12)
-    for data in (b'{"x": 7}', many, b'\n{"x": 0.5}\n', *[many] * 9):
-        output.add(data)
-    assert output.read() == 0.5
-    assert len(output._text) + len(output._new) <= 1 << 20
+    assert metric_of(plain(text.encode()), metric) == value
 
 
 def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
@@ -120,9 +107,7 @@ def test_a_command_runs_in_its_folder_and_prints_to_either_stream(tmp_path):
 @pytest.mark.slow
 def test_a_pattern_that_may_begin_anywhere_is_tried_on_parts_of_a_long_line():
     """On the whole line it would be tried for an hour."""
-    output = Output(r".*x=(\S+)")
-    output.add(b"x=7 " + b"." * (1 << 20) + b" x=0.5")
-    assert output.read() == 0.5
+    assert metric_of("x=7 " + "." * (1 << 20) + " x=0.5", r".*x=(\S+)") == 0.5
 
 
 @pytest.mark.parametrize("last", ["out", "err"])

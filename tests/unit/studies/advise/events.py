@@ -13,7 +13,7 @@ from steadygrad.studies.advise.plan import end_marks, lengths_of, sizes_of
 from steadygrad.studies.advise.schema import Header, Settings
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.folder import Results
-from steadygrad.studies.ladder import NEAR, SEEDS
+from steadygrad.studies.paired import NEAR, SEEDS
 from steadygrad.studies.schema import Key, Result, Training
 from tests.unit.studies import results
 

@@ -23,7 +23,7 @@ from steadygrad.studies.advise.plan import (
     sizes_of,
 )
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.trials import start_up
+from steadygrad.studies.schema import start_up
 from steadygrad.studies.work import Workplace
 from tests.unit.studies.framework import PLAN, make_trainer
 from tests.unit.studies.results import make_header

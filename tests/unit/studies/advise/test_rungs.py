@@ -11,7 +11,7 @@ from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.growth import longest, rungs_of
 from steadygrad.studies.advise.search import _border_arm, _next_arm, trials_of
 from steadygrad.studies.folder import Results, dumps
-from steadygrad.studies.ladder import SEEDS
+from steadygrad.studies.paired import SEEDS
 from steadygrad.studies.schema import Training
 from tests.unit.studies.advise.events import LENGTH, SIZES, make_header, studied, within_tolerance
 

@@ -10,8 +10,7 @@ from steadygrad.studies.advise.analysis import BatchSizes
 from steadygrad.studies.advise.findings import summarize
 from steadygrad.studies.advise.search import trials_of
 from steadygrad.studies.folder import Results, dumps
-from steadygrad.studies.ladder import SEEDS, Ladder
-from steadygrad.studies.paired import looked
+from steadygrad.studies.paired import SEEDS, Ladder, looked
 from steadygrad.studies.schema import Training
 from tests.unit.studies.advise.events import (
     ARM,

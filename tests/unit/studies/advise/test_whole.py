@@ -8,7 +8,7 @@ from torch import nn
 
 from steadygrad._checks import InputError
 from steadygrad.studies.advise.schema import Settings
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.run import start
 from steadygrad.tasks import Task, TensorSamples
 from tests.unit.studies.framework import Watcher, checked, speed_in_a_moment

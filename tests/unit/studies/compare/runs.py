@@ -11,7 +11,7 @@ from steadygrad.studies.compare import trials
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.schema import Arm, Header, Plan, Settings
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.folder import Results
 from steadygrad.studies.run import start
 from steadygrad.studies.schema import Training

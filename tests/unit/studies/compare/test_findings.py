@@ -12,7 +12,7 @@ from steadygrad.studies.compare.findings import choice_variance, sample_ratio, s
 from steadygrad.studies.compare.schema import Edge, Ratio, Traits, Verdict
 from steadygrad.studies.folder import Results
 from steadygrad.studies.paired import half_width, intervals, pairs_needed
-from steadygrad.studies.trials import Trial
+from steadygrad.studies.schema import Trial
 from tests.unit.studies.compare.runs import header_of, noisy, planned, record, result_of, summary
 
 PLAN = planned()

@@ -14,7 +14,7 @@ from steadygrad.studies.compare import optimizers
 from steadygrad.studies.compare.optimizers import entries_of
 from steadygrad.studies.compare.schema import Settings, Traits
 from steadygrad.studies.compare.trials import plan_for, tried
-from steadygrad.studies.files import trusted
+from steadygrad.studies.record import trusted
 from tests.unit.studies.compare import added
 from tests.unit.studies.compare.runs import ADDED, ALL, Places
 from tests.unit.studies.framework import make_trainer

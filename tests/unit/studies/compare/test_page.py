@@ -1,15 +1,11 @@
 """The page of a ``compare`` run, from whole and partial records."""
 
 import html
-import math
 import re
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
-from steadygrad.studies import charts
-from steadygrad.studies.compare import page as drawing
 from steadygrad.studies.compare.findings import summarize
 from steadygrad.studies.folder import Run
 from steadygrad.studies.page import render
@@ -51,38 +47,6 @@ def test_the_numbers_of_several_batch_sizes():
     assert losses["LANS, 16"] == [show(loss) for loss in found.verdicts[1].losses.values()]
     rates = {row[0]: row[1:] for row in rows_of(page, "Tuned learning rates")}
     assert rates["LANS, 4"] == ["0.001", "0", "yes"]
-
-
-def test_seeds_are_dots_bars_are_intervals_and_what_diverged_is_a_cross(monkeypatch):
-    def loss_of(optimizer, **fields):
-        losses = noisy(lans=-0.3, lamb=50.0)
-        return math.inf if optimizer == "sgd" else losses(optimizer=optimizer, **fields)
-
-    run = made_run(loss_of, names=("adamw", "scaledadam", "lans", "muon", "lamb", "sgd"))
-    found, drawn = found_in(run), {}
-    for kind in ("chart", "panel"):
-        monkeypatch.setattr(charts, kind, lambda name, _, paint, **k: drawn.update({name: paint}))
-    drawing.view(run, found)
-    figure = Figure()
-    drawn["differences"](figure, False)
-    figure.canvas.draw()
-    (axes, *_) = figure.axes
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == [*found.optimizers.values()][1:]
-    for y, row in enumerate(found.verdicts):
-        lines = [line for line in axes.lines if set(line.get_ydata()) == {y}]
-        if row.optimizer == "sgd":
-            assert [line.get_marker() for line in lines] == ["x"]
-            continue
-        dots, bar, mean = lines[:3]
-        apart = [row.losses[seed] - row.baseline_losses[seed] for seed in row.losses]
-        assert list(dots.get_xdata()) == apart
-        if row.optimizer == "lamb":
-            # Far outside: it does not press the others together.
-            assert bar.get_xdata()[0] > axes.get_xlim()[1] < 2
-        else:
-            assert list(bar.get_xdata()) == [row.low, row.high]
-            assert list(mean.get_xdata()) == [row.mean]
 
 
 # The search has 18 trials, and five pairs have 3 + 1 trainings each.

@@ -7,9 +7,9 @@ import pytest
 
 from steadygrad._checks import InputError
 from steadygrad.studies.compare import trials
-from steadygrad.studies.compare.plan import make_plan
 from steadygrad.studies.compare.schema import Arm, Settings, Traits
-from steadygrad.studies.ladder import FARTHEST
+from steadygrad.studies.compare.trials import make_plan
+from steadygrad.studies.paired import FARTHEST
 from steadygrad.studies.schema import Training
 from steadygrad.studies.work import trials_of
 from tests.unit.studies.compare.runs import header_of, noisy, planned, record, summary

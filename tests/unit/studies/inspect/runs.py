@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from steadygrad.studies.deadline import Deadline
+from steadygrad.studies.distributed import Deadline
 from steadygrad.studies.folder import Results, read_run
 from steadygrad.studies.inspect import schema
 from steadygrad.studies.inspect.findings import summarize

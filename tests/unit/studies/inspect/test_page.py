@@ -9,7 +9,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
-from steadygrad.studies import charts
 from steadygrad.studies.folder import Results, Run
 from steadygrad.studies.inspect import page
 from steadygrad.studies.inspect.page import NOT_FINITE, ZERO
@@ -48,10 +47,10 @@ def painted(monkeypatch):
 
     def paint(results, name):
         painters = {}
-        monkeypatch.setattr(charts, "chart", lambda *a, **k: painters.update({a[0]: a[2]}))
+        monkeypatch.setattr(page, "chart", lambda *a, **k: painters.update({a[0]: a[2]}))
         page.view(made_run(*results), None)
         figure = Figure()
-        painters[name](figure, False)
+        painters[name](figure)
         return figure.axes
 
     return paint
@@ -77,7 +76,7 @@ def test_the_map_shows_what_was_counted(painted):
         assert [line.get_xdata()[0] for line in axes.lines] == [-24 - 1, -14, 16]
     assert [axes.get_title(loc="left") for axes in (before, after)] == TITLES
     # The page paints these orange and blue.
-    lost, fine = charts.NOISE, charts.CRITICAL
+    lost, fine = page.NOISE, page.CRITICAL
     calm = {(ZERO, lost), *((x, fine) for x in range(-8, -3))}
     drawn, then = boxes(before), boxes(after)
     # The early layer is all zero or subnormal; the late one has five values too large.

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from steadygrad.studies.course import Order, seed_for
 from steadygrad.studies.folder import dumps, read_run
-from steadygrad.studies.inspect import scalers, trials
+from steadygrad.studies.inspect import trials
 from steadygrad.studies.inspect.schema import Effect, Forward, Proposal
-from steadygrad.studies.order import Order, seed_for
 from steadygrad.studies.page import render
 from steadygrad.tasks import load_task
 from tests.unit.studies.framework import go_on, lines, tiny
@@ -61,7 +61,7 @@ def test_an_overflow_is_attributed_to_its_layer(factory, tmp_path):
 
 def test_one_loss_scale_is_what_torch_s_scaler_does(tmp_path, monkeypatch):
     """All in one go, without boundaries and parts."""
-    monkeypatch.setattr(scalers, "INTERVAL", 3)
+    monkeypatch.setattr(trials, "INTERVAL", 3)
     found, task = look(tmp_path / "run", spec("healthy")), load_task(spec("healthy"))
     assert found.summary.effect("underflowing") == {}
     torch.manual_seed(seed_for(0, "init", 0))

@@ -12,10 +12,10 @@ from torch import nn
 
 from steadygrad.scale import MeasuredExponents
 from steadygrad.scale.equations import exponent_histogram
-from steadygrad.studies.inspect import scalers
+from steadygrad.studies.course import generators_kept
+from steadygrad.studies.inspect import trials
 from steadygrad.studies.inspect.analysis import counts_of, lost, shares_of
 from steadygrad.studies.inspect.trials import ExponentHistograms, _histogram
-from steadygrad.studies.order import generators_kept
 from tests.reference.layerwise import fates
 from tests.unit.studies.fp16_task import Explode
 from tests.unit.studies.framework import generators, make_trainer
@@ -82,21 +82,21 @@ def test_what_a_scale_makes_zero_or_subnormal(log2):
 
 def test_the_loss_scale_has_a_floor():
     net = nn.Linear(2, 1)
-    scaler = scalers.given_scales(net, 2 * scalers.LEAST_SCALE)
+    scaler = trials.given_scales(net, 2 * trials.LEAST_SCALE)
     for _ in range(3):
         before = scaler.state_dict()
-        scalers.follow_one_scale(scaler, [""], before, [], [])
-    assert scaler.get_scale() == scalers.LEAST_SCALE
+        trials.follow_one_scale(scaler, [""], before, [], [])
+    assert scaler.get_scale() == trials.LEAST_SCALE
 
 
 def test_an_overflow_that_no_scale_prevents_moves_none():
     """Nor does its step count for growth; another's overflow in the same step does."""
-    scaler = scalers.given_scales(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), 2.0**8)
+    scaler = trials.given_scales(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), 2.0**8)
     before = scaler.state_dict()
     scaler.update(2.0**7)
-    scalers.follow_one_scale(scaler, ["1"], before, [], ["1"])
+    trials.follow_one_scale(scaler, ["1"], before, [], ["1"])
     assert scaler.state_dict()["layers"] == before["layers"]
-    scalers.follow_one_scale(scaler, ["0", "1"], before, [], ["1"])
+    trials.follow_one_scale(scaler, ["0", "1"], before, [], ["1"])
     assert scaler.get_scales() == {"": 2.0**7, "0": 1.0, "1": 1.0}
 
 
@@ -120,7 +120,7 @@ def moody(factor=1.0, lucky=2.0, **options):
     def model():
         return nn.Sequential(nn.Linear(8, 16), Moody(factor, lucky), nn.Linear(16, 1))
 
-    task, scaling = make_task(make_model=model), scalers.given_scales
+    task, scaling = make_task(make_model=model), trials.given_scales
     trainer = make_trainer(task, dtype="float16", scaling=scaling, **options)
     trainer.seed_everything("train")
     return trainer
@@ -130,7 +130,7 @@ def probe(trainer):
     """Takes a step, and gives its culprits and a way to probe it."""
     indices, before = torch.arange(4), generators_kept(trainer.context.device).close
     trainer.step(indices)
-    again = scalers.nonfinite_at_any_scale
+    again = trials.nonfinite_at_any_scale
     return trainer.scaler.culprits(), lambda: again(trainer, indices, before)
 
 

@@ -1,15 +1,23 @@
-"""Learning rates relative to a task's own."""
+"""The course of a training: its random numbers, the order of its data, its learning rates.
+
+Seeds, generators and orders are pure functions of the study's seed and of names.
+"""
 
 import copy
+import random
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from steadygrad._checks import InputError
 from steadygrad.noise.schedule import learning_rate
+from steadygrad.studies.schema import seed_for
 from steadygrad.tasks import Task
 from steadygrad.tasks.start import TASKS_OWN
 
@@ -17,24 +25,53 @@ from steadygrad.tasks.start import TASKS_OWN
 ENDLESS = 1 << 62
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A learning rate relative to the task's own.
+def generators_kept(device: torch.device) -> ExitStack:
+    """Puts Python's, numpy's and torch's generators back into their states when it is closed."""
+    kept = ExitStack()
+    kept.callback(random.setstate, random.getstate())
+    kept.callback(np.random.set_state, np.random.get_state())
+    own = [] if device.type == "cpu" else [torch.get_device_module(device)]
+    for module in (torch, *own):
+        kept.callback(module.set_rng_state, module.get_rng_state())
+    return kept
 
-    Attributes:
-        batch_size: Batch size that the task's rule scales the rate to; None: the task's own.
-        factor: What the scaled rate is multiplied by.
-        warmup_samples: Samples over which the rate rises from ``start`` times the task's own.
-        total: Samples of the whole run, for a task whose rate decays; 0: it does not.
-        stands_for: Samples of a longer run whose warm-up and decay are shortened to ``total``.
+
+class Order:
+    """An endless sequence of sample numbers: epochs, each a permutation of all ``size`` samples.
+
+    Sequences with different names, ``stream``, are independent.
     """
 
+    def __init__(self, size: int, seed: int, stream: str = "main") -> None:
+        self.size, self._seed, self._stream = size, seed, stream
+        self._epoch: tuple[int, Tensor] | None = None
+
+    def take(self, start: int, count: int) -> Tensor:
+        """The sample numbers at positions ``start`` to ``start + count``, shape ``(count,)``."""
+        first, offset = divmod(start, self.size)
+        last = (start + count - 1) // self.size
+        epochs = [self.epoch(number) for number in range(first, last + 1)]
+        return torch.cat(epochs)[offset : offset + count]
+
+    def epoch(self, number: int) -> Tensor:
+        """The permutation of one epoch, with shape ``(size,)``."""
+        if self._epoch is None or self._epoch[0] != number:
+            generator = torch.Generator().manual_seed(seed_for(self._seed, self._stream, number))
+            self._epoch = number, torch.randperm(self.size, generator=generator)
+        return self._epoch[1]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate relative to the task's own."""
+
+    # Batch size that the task's rule scales the rate to; None: the task's own.
     batch_size: int | None = None
-    factor: float = 1.0
-    warmup_samples: int = 0
-    total: int = 0
+    factor: float = 1.0  # what the scaled rate is multiplied by
+    warmup_samples: int = 0  # samples over which the rate rises from `start` times the task's own
+    total: int = 0  # samples of the whole run, for a task whose rate decays; 0: it does not
     start: float = 1.0
-    stands_for: int = 0
+    stands_for: int = 0  # samples of a longer run whose warm-up and decay are shortened to `total`
 
 
 class RateSetter:
