@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from steadygrad.trace.equations import distance
+from steadygrad.trace.passes import signal_of
 from steadygrad.trace.runs import FORWARD, Run, Value
 from steadygrad.trace.sketches import Key
 
@@ -27,14 +28,16 @@ STAGE = {
     "weight": "update",
 }
 RANDOM = "random state"
-# What rounding explains: so many roundings of a value's type, or so many times what a rounding of
-# the weights was measured to change.
-ROUNDINGS, MEASURED = 32.0, 8.0
+# What rounding explains: so many roundings of a value's type, of a type of 16 bits so many, as its
+# sums are taken in float32; or so many times what a rounding of the weights was measured to change.
+ROUNDINGS, HALF_ROUNDINGS, MEASURED = 32.0, 4.0, 8.0
 # What differences of a value's inputs explain: so many times the largest. An optimizer that divides
 # by a gradient's size turns its smallest elements around: of an update, so many times the root.
 GROWTH, WEIGHTS_GROWTH, ROOT_GROWTH = 32.0, 8.0, 8.0
 # A distance that is worth a mention.
 LEAST = 1e-5
+# A distance of single states and updates that rounding explains where it reaches their gradients.
+TURNED = 0.5
 # How near to a multiple a value is one.
 FACTOR = 1e-3
 # What is a fault only where it reaches a gradient: what nothing uses may differ, and loss scales.
@@ -122,7 +125,7 @@ def compare(a: Run, b: Run) -> Difference:
         found.steps[number], last = one.places, number
         for place in filter(lambda x: x.differs, one.places):
             since, first = idle.setdefault((place.stage, place.module), (one, place))
-            if place.key.kind in BEFORE_GRADIENTS and not one.reaches:
+            if place.key.kind in BEFORE_GRADIENTS and not (place.how or one.reaches):
                 continue
             found.verdict = "part" if first.known else "unknown"
             found.first, found.reasons = first, since.reasons(first)
@@ -160,6 +163,12 @@ class Comparison:
         self._orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
         self._at = [{key: i for i, key in enumerate(order)} for order in self._orders]
         self._owned = [_owned(values, self._orders) for values in self._values]
+        both = (
+            x
+            for order, values in zip(self._orders, self._values, strict=True)
+            for x in map(values.get, order)
+        )
+        self._coarsest = max((rounding_of(x.type) for x in both if x), default=0.0)
         self._distances, self._roundings = dict[Key, float](), dict[Key, float]()
         self.places = [
             *map(self._root, self._keys("data", both=False)),
@@ -169,8 +178,8 @@ class Comparison:
             *map(self._signal, self._keys("signal")),
             *self._scaled(map(self._gradient, self._keys("gradient", both=False))),
             *map(self._start, self._keys("before", both=False)),
-            *map(self._state, self._keys("state", both=False)),
-            *map(self._update, self._keys("weight")),
+            *self._common(map(self._state, self._keys("state", both=False))),
+            *self._common(map(self._update, self._keys("weight"))),
         ]
 
     @property
@@ -217,6 +226,8 @@ class Comparison:
         found = [k for k in dict.fromkeys(found) if not both or self._pair(k)[2]]
         if found and found[0].kind not in FORWARD:
             found = [k for k in found if k.kind == "signal" or self._pair(_weight(k))[2]]
+        if kinds == ("signal",):
+            found.sort(key=lambda key: -self._at[0].get(_value(key), -1))
         if found and found[0].kind in OF_PARAMETERS:
             order = {key.name: i for key, i in reversed(self._at[0].items())}
             counts = {k: value.count for values in self._values for k, value in values.items()}
@@ -234,7 +245,9 @@ class Comparison:
         types = {values[key].type for values in self._values if key in values}
         if self._noise[key] and len(types) == 1:
             return MEASURED * self._noise[key]
-        return ROUNDINGS * min(map(rounding_of, types))
+        # Gradients are computed in the coarsest type that a value has, whatever their own.
+        coarsest = self._coarsest if key.kind in ("signal", "gradient") else 0.0
+        return max(coarsest, min(map(rounding_of, types)))
 
     def _place(self, key: Key, allowed: float, **known: Any) -> Place:
         one, other, _ = self._pair(key)
@@ -277,7 +290,7 @@ class Comparison:
         if drew[0] != drew[1]:
             return place._replace(how=f"draws random numbers in {'AB'[drew[1]]} alone")
         if drew[0] and not self._same_random():
-            return place._replace(stage=RANDOM)
+            return place._replace(stage=RANDOM, allowed=min(allowed, LEAST))
         if one and not key.name and one.scalar:
             # A number that the model itself returns: of a micro-batch a mean, or its part of one.
             return place._replace(stage="loss", allowed=allowed if self._same_cut else math.inf)
@@ -291,7 +304,7 @@ class Comparison:
         """The gradient at a value: from those at what was made of it, by modules' own passes."""
         value = _value(key)
         users = [x for x in self._distances if x.kind in FORWARD and value in self._made(x)]
-        sent = [x for x in map(_signal, users) if x in self._distances]
+        sent = [x for x in map(signal_of, users) if x in self._distances]
         near = [*sent, value, *users, *(x for user in users for x in self._made(user))]
         moved = max((self._moved(user, None)[0] for user in users), default=0.0)
         allowed = self._base(key) + GROWTH * (self._most(near) + moved)
@@ -308,7 +321,7 @@ class Comparison:
         made = [x for one in outputs for x in self._made(one)]
         # What code of the model itself does with a parameter is not seen.
         near = [*outputs, *made] if outputs else [x for x in self._distances if x.kind in FORWARD]
-        signals = [_signal(x) for x in outputs or near]
+        signals = [signal_of(x) for x in outputs or near]
         one, other, _ = self._pair(key)
         terms = 1.0
         if one is not None and other is not None and one.norm and other.norm:
@@ -330,9 +343,29 @@ class Comparison:
             places = [x._replace(allowed=math.inf) if x in alike else x for x in places]
         return places
 
+    def _common(self, places: Iterable[Place]) -> list[Place]:
+        """States, or updates: single ones may differ where their gradient is rounding alone."""
+        kinds = defaultdict[str, list[Place]](list)
+        for place in (places := [*places]):
+            kinds[place.key.part].append(place)
+        options = [step.options for step in self.steps]
+        few = {
+            part
+            for part, some in kinds.items()
+            if sum(place.differs for place in some) < len(some) / 2 and options[0] == options[1]
+        }
+        return [
+            x._replace(allowed=max(x.allowed, TURNED))
+            if x.key.part in few and not x.how and self._distances.get(Key("gradient", x.key.name))
+            else x
+            for x in places
+        ]
+
     def _state(self, key: Key) -> Place:
         inputs = [key._replace(kind="before"), Key("gradient", key.name)]
-        return self._place(key, self._base(key) + GROWTH * self._most(inputs))
+        apart = self._most(inputs)
+        grown = max(GROWTH * apart, ROOT_GROWTH * math.sqrt(apart))
+        return self._place(key, self._base(key) + grown)
 
     def _update(self, key: Key) -> Place:
         """Of a weight: from its gradient and the optimizer's states; of a buffer, from outputs."""
@@ -434,11 +467,13 @@ def _is_factor(pair: tuple[Value | None, Value | None, bool], ratio: float) -> b
 
 
 def rounding_of(name: str) -> float:
-    """The relative rounding of a type, by its name; 0 for whole numbers."""
+    """The relative distance that rounding explains in a type, by its name; 0: whole numbers."""
     if name in ("uint8", "int8"):
-        return 2.0**-7  # a state of eight bits
+        return HALF_ROUNDINGS * 2.0**-7  # a state of eight bits
     found = getattr(torch, name, None)
-    return torch.finfo(found).eps if found is not None and found.is_floating_point else 0.0
+    if found is None or not found.is_floating_point:
+        return 0.0
+    return torch.finfo(found).eps * (HALF_ROUNDINGS if found.itemsize < 4 else ROUNDINGS)
 
 
 def _minus(new: Value, old: Value | None) -> Value | None:
@@ -478,7 +513,3 @@ def _weight(key: Key) -> Key:
 def _value(signal: Key) -> Key:
     kind, part = signal.part.split(".", 1)
     return Key(kind, signal.name, part, signal.call)
-
-
-def _signal(value: Key) -> Key:
-    return Key("signal", value.name, f"{value.kind}.{value.part}", value.call)

@@ -1,6 +1,7 @@
 """The forward and backward passes of a step: what was computed, in which order, and from what."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,10 @@ class Passes:
     def __init__(self, sketches: Sketches, device: torch.device) -> None:
         self.count, self.keep, self.received = 0, False, dict[int, Tensor]()
         self._sketches, self._device = sketches, device
-        # Places in the order of the forward pass, the same in each pass.
-        self._places = dict[Key, int]()
+        # The order of the forward pass, the same in each pass: places and names; and what they are
+        # made of.
+        self._places, self._keys = dict[Key, int](), list[Key]()
+        self._origins = dict[Key, tuple[list[int], int, str]]()
         self._begin()
 
     def _begin(self) -> None:
@@ -67,14 +70,12 @@ class Passes:
         self._open.append((name, [at for at in found if at is not None], self._met))
 
     def give(self, name: str, output: Any, *, is_root: bool) -> None:
-        """A module gives tensors, unless one of its own modules gave them."""
+        """A module gives tensors; one that it hands on is a value by each of its names."""
         while len(self._open) > 1 and not is_root and self._open[-1][0] != name:
             self._open.pop()  # of a module that raised
         made, call, tensors = self._made(), self._call("output", name), tensors_of(output)
         for i, tensor in enumerate(tensors):
-            # What it was handed and hands on, as a dropout in eval mode, it gives as well.
-            if (known := self._known.get(tensor)) is None or known in made[0]:
-                self._note(Key("output", name, str(i), call), tensor, made)
+            self._note(Key("output", name, str(i), call), tensor, made)
         if not is_root:
             self._open.pop()
         elif self.keep:
@@ -94,13 +95,18 @@ class Passes:
         """Takes a sketch, and gives its place in the order."""
         if key.call >= _CALLS:
             return None
-        batch = self._batch(tensor)
-        one = self._sketches.take(key, tensor, batch=batch)
-        if one is None:
+        batch, found, known = self._batch(tensor), self._sketches.found, self._known.get(tensor)
+        source = None if known is None else self._keys[known]
+        if source is not None:
+            found[key] = replace(found[source], drew=False)
+        elif self._sketches.take(key, tensor, batch=batch) is None:
             return None
-        place = self._places.setdefault(key, len(self._places))
-        if self.count == 1:
-            one.made, one.maker = ([*made[0]], made[1]), self._open[-1][0] if self._open else ""
+        if key not in self._places:
+            self._places[key] = len(self._keys)
+            self._keys.append(key)
+            self._origins[key] = [*made[0]], made[1], self._open[-1][0] if self._open else ""
+        place, one = self._places[key], found[key]
+        *one.made, one.maker = self._origins[key]
         before, self._state = self._state, generator_state(self._device)
         same = all(map(torch.equal, before, self._state))
         one.drew = one.drew or not same
@@ -108,8 +114,7 @@ class Passes:
         self._met = max(self._met, place + 1)
         if tensor.grad_fn is not None:
             # A hook of the node and not of the tensor: that takes half the time.
-            signal = Key("signal", key.name, f"{key.kind}.{key.part}", key.call)
-            hook = partial(self._arrive, signal, batch, tensor.output_nr)
+            hook = partial(self._arrive, key, source, batch, tensor.output_nr)
             tensor.grad_fn.register_prehook(hook)
         return place
 
@@ -118,13 +123,26 @@ class Passes:
         shape = tensor.shape
         return shape.index(self._rows) if self._rows in shape else 0
 
-    def _arrive(self, key: Key, batch: int, number: int, given: tuple[Tensor | None, ...]) -> None:
-        if (gradient := given[number]) is not None:
-            self._sketches.take(key, gradient, batch=batch, mean=False)
+    def _arrive(
+        self, key: Key, source: Key | None, batch: int, number: int, given: Sequence[Tensor | None]
+    ) -> None:
+        if (gradient := given[number]) is None:
+            return
+        signal, found = signal_of(key), self._sketches.found
+        # The hook of another name of the tensor came first.
+        if source is None or signal_of(source) not in found:
+            self._sketches.take(signal, gradient, batch=batch, mean=False)
+        else:
+            found[signal] = replace(found[signal_of(source)])
 
-    def _receive(self, place: int, number: int, given: tuple[Tensor | None, ...]) -> None:
+    def _receive(self, place: int, number: int, given: Sequence[Tensor | None]) -> None:
         if (gradient := given[number]) is not None:
             self.received[place] = gradient
+
+
+def signal_of(value: Key) -> Key:
+    """The name of the gradient at a value."""
+    return Key("signal", value.name, f"{value.kind}.{value.part}", value.call)
 
 
 def generator_state(device: torch.device) -> list[Tensor]:

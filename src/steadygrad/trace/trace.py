@@ -169,7 +169,7 @@ class Trace(AbstractContextManager["Trace"]):
         self._shared.current = None
         if not self._hooked:
             return
-        self._sketches.clear()
+        self._sketches.found = {}
         self._options, self._noise = [], {}
         self._passes = Passes(self._sketches, self._shared.device)
         hook_modules(self.model, self._shared, self._hooks)

@@ -82,14 +82,15 @@ def test_what_a_step_computed_is_in_the_order_of_computation(tmp_path):
     trace.step(loss)
     file = read(tmp_path)
     passes = names(file, "data", "input", "output", "signal")
-    outputs = [("output", name, "0") for name in "012"]
-    signals = [("signal", name, "output.0") for name in "210"]
+    # The last layer's output is the model's as well.
+    outputs = [("output", name, "0") for name in ("0", "1", "2", "")]
+    signals = [("signal", name, "output.0") for name in ("2", "", "1", "0")]
     assert passes == [("data", "", "0"), *outputs, *signals]
     weights = ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert [name for _, name, _ in names(file, "gradient")] == weights
     assert names(file, "state") == [("state", name, "momentum_buffer") for name in weights]
     assert names(file, "before") == []
-    assert [r["took"] for r in file["records"] if r["kind"] == "output"] == [[0], [1], [2]]
+    assert [r["took"] for r in file["records"] if r["kind"] == "output"] == [[0], [1], [2], [0]]
     assert file["options"][0]["momentum"] == 0.9
     assert names(file, "loss")
 
@@ -109,6 +110,7 @@ def test_code_between_modules_is_seen_where_it_is_handed_on(tmp_path):
         ("output", "inner.a", "inner.a"),
         ("input", "inner.b", "inner"),
         ("output", "inner.b", "inner.b"),
+        ("output", "inner", "inner"),
         ("output", "", ""),
     ]
 
@@ -212,7 +214,7 @@ def test_what_checkpointing_repeats_is_not_seen_twice(tmp_path, reentrant):
     optimizer.step()
     trace.step()
     outputs = names(read(tmp_path), "output")
-    assert outputs == [("output", name, "0") for name in parts]
+    assert outputs == [("output", name, "0") for name in (*parts, "")]
 
 
 def test_states_in_eight_bits_and_numbers_are_seen(tmp_path):
@@ -238,7 +240,7 @@ def test_a_layer_that_is_called_very_often_is_told_apart_at_first(tmp_path):
     optimizer.step()
     trace.step()
     calls = [r.get("call", 0) for r in read(tmp_path)["records"] if r["kind"] == "output"]
-    assert calls == [*range(16), 0]  # and the model's own
+    assert calls == [*range(16), 0]  # and the model's own, which is the last call's
 
 
 def test_refusals(tmp_path):
