@@ -81,6 +81,8 @@ bench: $(VENV)/.installed  ## every benchmark; dated tables in benchmarks/result
 	$(BIN)/python benchmarks/balance_overhead.py --save
 	$(BIN)/python benchmarks/scaler_overhead.py --save
 	$(BIN)/python benchmarks/watch_overhead.py --compiled --save
+	$(BIN)/python benchmarks/trace_cost.py --save
+	$(BIN)/python benchmarks/trace_faults.py --faults 10000 --nets 100 --save
 	$(BIN)/python benchmarks/watch_rows.py --save
 	$(BIN)/python benchmarks/scaler_trains.py --save
 	$(BIN)/python benchmarks/two_scalers.py --save

@@ -128,7 +128,9 @@ def test_lightning(tmp_path, capsys):
 
 def with_accelerate(folder, clip=True):
     from accelerate import Accelerator
+    from accelerate.state import GradientState
 
+    GradientState._reset_state()  # trainers of other tests have set it
     model = Plain()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

@@ -40,8 +40,8 @@ LEAST = 1e-5
 TURNED = 0.5
 # How near to a multiple a value is one.
 FACTOR = 1e-3
-# What is a fault only where it reaches a gradient: what nothing uses may differ, and loss scales.
-BEFORE_GRADIENTS = ("input", "output", "loss", "signal")
+# What is a fault only where it reaches a gradient: loss scales may differ.
+SCALED = ("loss", "signal")
 OF_PARAMETERS = ("start", "gradient", "before", "state", "weight")
 INPUTS_OF_UPDATE = ("gradient", "state")
 
@@ -125,7 +125,7 @@ def compare(a: Run, b: Run) -> Difference:
         found.steps[number], last = one.places, number
         for place in filter(lambda x: x.differs, one.places):
             since, first = idle.setdefault((place.stage, place.module), (one, place))
-            if place.key.kind in BEFORE_GRADIENTS and not (place.how or one.reaches):
+            if place.key.kind in SCALED and not (place.how or one.reaches):
                 continue
             found.verdict = "part" if first.known else "unknown"
             found.first, found.reasons = first, since.reasons(first)
@@ -184,9 +184,10 @@ class Comparison:
 
     @property
     def reaches(self) -> bool:
-        """Whether a gradient differs by more than rounding, or there are none to tell."""
-        gradients = [x.key for x in self.places if x.key.kind == "gradient"]
-        return not gradients or any(self._distances[x] > self._roundings[x] for x in gradients)
+        """Whether gradients differ by more than rounding: one clearly, or half of them at all."""
+        own = [x.key for x in self.places if x.key.kind == "gradient"]
+        clear = any(self._distances[x] > self._roundings[x] for x in own)
+        return clear or sum(self._distances[x] > self._base(x) for x in own) >= len(own) / 2
 
     def alone(self) -> list[str]:
         """Names of modules and weights that one run has alone, and are not compared."""
