@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -161,14 +161,19 @@ class Comparison:
         self._same_cut = cuts[0] == cuts[1]
         self._values = [step.values for step in self.steps]
         self._orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
-        self._at = [{key: i for i, key in enumerate(order)} for order in self._orders]
+        # What each value was made of, and what each was handed to, in either run.
+        self._took, self._made = defaultdict[Key, set[Key]](set), defaultdict[Key, set[Key]](set)
+        for values, order in zip(self._values, self._orders, strict=True):
+            for key, taken, direct in _sources([values[key] for key in order], order):
+                self._took[key] |= taken
+                self._made[key] |= taken | direct
+        self._users = defaultdict[Key, list[Key]](list)
+        for key in self._keys("input", "output"):
+            for source in self._made[key]:
+                self._users[source].append(key)
         self._owned = [_owned(values, self._orders) for values in self._values]
-        both = (
-            x
-            for order, values in zip(self._orders, self._values, strict=True)
-            for x in map(values.get, order)
-        )
-        self._coarsest = max((rounding_of(x.type) for x in both if x), default=0.0)
+        both = (values[k] for values in self._values for k in values if k.kind in FORWARD)
+        self._coarsest = max((rounding_of(value.type) for value in both), default=0.0)
         self._distances, self._roundings = dict[Key, float](), dict[Key, float]()
         self.places = [
             *map(self._root, self._keys("data", both=False)),
@@ -228,9 +233,10 @@ class Comparison:
         if found and found[0].kind not in FORWARD:
             found = [k for k in found if k.kind == "signal" or self._pair(_weight(k))[2]]
         if kinds == ("signal",):
-            found.sort(key=lambda key: -self._at[0].get(_value(key), -1))
+            places = {signal_of(key): i for i, key in enumerate(self._orders[0])}
+            found.sort(key=lambda key: -places.get(key, -1))
         if found and found[0].kind in OF_PARAMETERS:
-            order = {key.name: i for key, i in reversed(self._at[0].items())}
+            order = {key.name: i for i, key in reversed([*enumerate(self._orders[0])])}
             counts = {k: value.count for values in self._values for k, value in values.items()}
             # Of a state its moments before its counter.
             found.sort(key=lambda k: (order.get(_owner(k.name), len(order)), counts[k] == 1))
@@ -278,13 +284,13 @@ class Comparison:
         return self._place(key, allowed, known=not self._last or self._is_next)
 
     def _forward(self, key: Key) -> Place:
-        made = self._made(key)
+        made = self._made[key]
         common = [x for x in made if x in self._distances]
         moved, known = self._moved(key, made)
         allowed = self._base(key) + GROWTH * self._most(common) + moved
         one, other, _ = self._pair(key)
         # What one run hands over and the other does not, code around the module has made.
-        alone = (x for x in self._took(key) if x.kind == "input" and not self._pair(x)[2])
+        alone = (x for x in self._took[key] if x.kind == "input" and not self._pair(x)[2])
         module = self._maker(next(alone, key))
         place = self._place(key, allowed, known=known and bool(common or not made), module=module)
         drew = [value.drew for value in (one, other) if value]
@@ -304,14 +310,14 @@ class Comparison:
     def _signal(self, key: Key) -> Place:
         """The gradient at a value: from those at what was made of it, by modules' own passes."""
         value = _value(key)
-        users = [x for x in self._distances if x.kind in FORWARD and value in self._made(x)]
+        users = self._users[value]
         sent = [x for x in map(signal_of, users) if x in self._distances]
-        near = [*sent, value, *users, *(x for user in users for x in self._made(user))]
+        near = [*sent, value, *users, *(x for user in users for x in self._made[user])]
         moved = max((self._moved(user, None)[0] for user in users), default=0.0)
         allowed = self._base(key) + GROWTH * (self._most(near) + moved)
         if not sent:
             return self._place(key, allowed, stage="loss", module="")
-        takers = {x.name for x in users if value in self._took(x)}
+        takers = {x.name for x in users if value in self._took[x]}
         # Where no module took it, code did.
         return self._place(key, allowed, module=_around(takers or {self._maker(users[0])}))
 
@@ -319,7 +325,7 @@ class Comparison:
         """Of a parameter: from the signals and values of its module."""
         owner = next((o for o, names in self._owned[0].items() if key.name in names), "")
         outputs = [x for x in self._distances if x.kind == "output" and x.name == owner]
-        made = [x for one in outputs for x in self._made(one)]
+        made = [x for one in outputs for x in self._made[one]]
         # What code of the model itself does with a parameter is not seen.
         near = [*outputs, *made] if outputs else [x for x in self._distances if x.kind in FORWARD]
         signals = [signal_of(x) for x in outputs or near]
@@ -386,20 +392,6 @@ class Comparison:
 
     def _maker(self, key: Key) -> str:
         return next(values[key].maker for values in self._values if key in values)
-
-    def _took(self, key: Key) -> set[Key]:
-        """What a module was handed, in either run."""
-        pairs = zip(self._values, self._orders, strict=True)
-        return {
-            o[i] for values, o in pairs if key in values for i in values[key].took if i < len(o)
-        }
-
-    def _made(self, key: Key) -> list[Key]:
-        """What a value can have been made of, in either run."""
-        found = [*self._took(key)]
-        for values, order, at in zip(self._values, self._orders, self._at, strict=True):
-            found += order[values[key].since : at[key]] if key in at else []
-        return found
 
     def _moved(self, key: Key, made: Iterable[Key] | None) -> tuple[float, bool]:
         """What differences of a module's weights change, and whether both runs have all of these.
@@ -475,6 +467,21 @@ def rounding_of(name: str) -> float:
     if found is None or not found.is_floating_point:
         return 0.0
     return torch.finfo(found).eps * (HALF_ROUNDINGS if found.itemsize < 4 else ROUNDINGS)
+
+
+def _sources(
+    values: Sequence[Value], order: Sequence[Key]
+) -> Iterator[tuple[Key, set[Key], set[Key]]]:
+    """What each value was handed, and what the code that made it had at hand beside."""
+    # Where the module begins whose code each value was given to.
+    frames = [-1] * len(order)
+    for i, value in enumerate(values):
+        for place in range(value.since, i):
+            frames[place] = max(frames[place], value.since)
+    for i, (key, value) in enumerate(zip(order, values, strict=True)):
+        inner = range(value.since, i)
+        taken = {order[place] for place in value.took if place < i}
+        yield key, taken, {order[place] for place in inner if frames[place] == value.since}
 
 
 def _minus(new: Value, old: Value | None) -> Value | None:
