@@ -29,14 +29,18 @@ from tests.unit.studies.advise.events import (
 HEADER = make_header()
 
 
-def known(slower, *extra):
-    """Evidence of four pairs of sizes that need so many times the samples."""
+def record(slower, *extra):
+    """Four pairs of sizes that need so many times the samples."""
     runs = [
         *SEARCHED,
         *seeds(8),
         *(r for size, slow in slower.items() for r in seeds(size, slower=slow)),
     ]
-    return BatchSizes(HEADER, Results([*runs, *extra]))
+    return Results([*runs, *extra])
+
+
+def known(slower, *extra):
+    return BatchSizes(HEADER, record(slower, *extra))
 
 
 def random_record(seed):
@@ -153,12 +157,13 @@ def test_the_largest_that_passed_below_the_smallest_that_failed(slower, failed, 
     runs = [*seeds(12, step=1.0), *seeds(24, samples=2048)]
     for size, slow in slower.items():
         runs += seeds(size, slower=slow, spread=0.02 if slow == 1.2 else 0.0)
-    evidence = known({}, *runs)
+    results = record({}, *runs)
+    evidence = BatchSizes(HEADER, results)
     # Other lengths and rates are no size.
     assert [SIZES[arm] for arm in evidence.pairs] == sorted(slower)
     assert evidence.failed == ARM.get(failed)
     assert evidence.advised == ARM.get(constant)
-    summary = summarize(HEADER, evidence.results, "complete")
+    summary = summarize(HEADER, results, "complete")
     advice, named = summary.recommendation, re.search(r"batch (\d+) needs", summary.answer)
     assert advice.batch_size == constant
     # The answer names what is above the smallest batch and not within the tolerance.
@@ -172,7 +177,7 @@ def test_the_largest_that_passed_below_the_smallest_that_failed(slower, failed, 
 
 
 def test_an_evaluation_that_falls_in_no_training_is_not_judged():
-    runs = known({16: 1.1}).results
+    runs = record({16: 1.1})
     least = min(run.loss for run in runs if not run.seed)
     runs.add(replace(runs.select(Training)[1], seed=1, loss=least - 1))  # begins elsewhere
     stand_in = replace(HEADER, plan=replace(HEADER.plan, arms=SIZES * 2, stand_in=40))
