@@ -1,19 +1,18 @@
 """Finds where two runs part: the first value that differs by more than its inputs explain."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from steadygrad.trace.equations import distance
 from steadygrad.trace.passes import signal_of
-from steadygrad.trace.runs import FORWARD, Run, Value
+from steadygrad.trace.runs import FORWARD, Run, Value, size
 from steadygrad.trace.sketches import Key
-
-__all__ = ["Difference", "Place", "compare"]
 
 STAGE = {
     "data": "data",
@@ -43,7 +42,6 @@ FACTOR = 1e-3
 # What is a fault only where it reaches a gradient: loss scales may differ.
 SCALED = ("loss", "signal")
 OF_PARAMETERS = ("start", "gradient", "before", "state", "weight")
-INPUTS_OF_UPDATE = ("gradient", "state")
 
 
 class Place(NamedTuple):
@@ -117,6 +115,7 @@ def compare(a: Run, b: Run) -> Difference:
         for key, value in step.values.items():
             noise[key] = max(noise[key], value.noise)
     last: int | None = None
+    broken = list[int]()
     # Values that differed and reached no gradient, so far.
     idle: dict[tuple[str, str], tuple[Comparison, Place]] = {}
     for number in (n for n in a.steps if n in b.steps):
@@ -130,8 +129,12 @@ def compare(a: Run, b: Run) -> Difference:
             found.verdict = "part" if first.known else "unknown"
             found.first, found.reasons = first, since.reasons(first)
             return found
+        if None in (value.z for step in one.steps for value in step.values.values()):
+            broken.append(number)
     if last is None:
         found.verdict = "unknown"
+    if broken:
+        found.remarks.append(f"At step {broken[0]} values are not finite in both runs.")
     for _, place in [*idle.values()][:1]:
         where = f"{place.stage} of {place.module or 'the model'}"
         found.remarks.append(
@@ -156,65 +159,83 @@ class Comparison:
     ) -> None:
         self.steps, self._noise = [a.steps[number], b.steps[number]], noise
         self._last = [] if last is None else [run.steps[last].values for run in (a, b)]
-        self._is_next = last == number - 1
-        cuts = [(step.passes, step.world) for step in self.steps]
-        self._same_cut = cuts[0] == cuts[1]
+        self._is_next = last in (None, number - 1)
+        one, other = self.steps
+        self._same_cut = (one.passes, one.world) == (other.passes, other.world)
+        self._same_random = (one.generators, one.passes) == (other.generators, other.passes)
         self._values = [step.values for step in self.steps]
-        self._orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
-        # What each value was made of, and what each was handed to, in either run.
-        self._took, self._made = defaultdict[Key, set[Key]](set), defaultdict[Key, set[Key]](set)
-        for values, order in zip(self._values, self._orders, strict=True):
-            for key, taken, direct in _sources([values[key] for key in order], order):
-                self._took[key] |= taken
-                self._made[key] |= taken | direct
+        orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
+        self._at = {key: i for i, key in enumerate(orders[0])}
+        # Of each value what its module was handed, what it can have been made of, and its users.
+        self._took = defaultdict[Key, dict[Key, None]](dict)
+        self._made = defaultdict[Key, dict[Key, None]](dict)
         self._users = defaultdict[Key, list[Key]](list)
-        for key in self._keys("input", "output"):
-            for source in self._made[key]:
-                self._users[source].append(key)
-        self._owned = [_owned(values, self._orders) for values in self._values]
-        both = (values[k] for values in self._values for k in values if k.kind in FORWARD)
-        self._coarsest = max((rounding_of(value.type) for value in both), default=0.0)
+        for values, order in zip(self._values, orders, strict=True):
+            frames = _frames([values[key] for key in order])
+            for i, key in enumerate(order):
+                own = values[key]
+                self._took[key] |= dict.fromkeys(order[j] for j in own.took if j < i)
+                inner = (j for j in range(own.since, i) if frames[j] == own.since)
+                self._made[key] |= self._took[key] | dict.fromkeys(order[j] for j in inner)
+        for key in self._both("input", "output"):
+            for value in self._made[key]:
+                self._users[value].append(key)
+        self._outputs = defaultdict[str, list[Key]](list)
+        for key in self._both("output"):
+            self._outputs[key.name].append(key)
+        self._owned = [defaultdict[str, list[str]](list) for _ in self._values]
+        for owned, values in zip(self._owned, self._values, strict=True):
+            for key in (key for key in values if key.kind == "start"):
+                owned[self._module(key.name)].append(key.name)
+        types = {v.type for values in self._values for k, v in values.items() if k.kind in FORWARD}
+        self._coarsest = max(map(rounding_of, types), default=0.0)
         self._distances, self._roundings = dict[Key, float](), dict[Key, float]()
+        self._states = defaultdict[str, list[Key]](list)
         self.places = [
-            *map(self._root, self._keys("data", both=False)),
-            *map(self._start, self._keys("start")),
-            *map(self._forward, self._keys("input", "output")),
-            *map(self._loss, self._keys("loss")),
-            *map(self._signal, self._keys("signal")),
-            *self._scaled(map(self._gradient, self._keys("gradient", both=False))),
-            *map(self._start, self._keys("before", both=False)),
-            *self._common(map(self._state, self._keys("state", both=False))),
-            *self._common(map(self._update, self._keys("weight"))),
+            *map(self._start, self._keys("data")),
+            *map(self._start, self._both("start")),
+            *map(self._forward, self._both("input", "output")),
+            *map(self._loss, self._both("loss")),
+            *map(self._signal, self._both("signal")),
+            *self._scaled([*map(self._gradient, self._keys("gradient"))]),
+            *map(self._start, self._keys("before")),
+            *self._common([*map(self._state, self._keys("state"))]),
+            *self._common([*map(self._update, self._both("weight"))]),
         ]
 
     @property
     def reaches(self) -> bool:
         """Whether gradients differ by more than rounding: one clearly, or half of them at all."""
-        own = [x.key for x in self.places if x.key.kind == "gradient"]
+        own = [key for key in self._distances if key.kind == "gradient"]
         clear = any(self._distances[x] > self._roundings[x] for x in own)
         return clear or sum(self._distances[x] > self._base(x) for x in own) >= len(own) / 2
 
     def alone(self) -> list[str]:
         """Names of modules and weights that one run has alone, and are not compared."""
-        kinds = ("output", "weight")
-        names = [{k.name for k in values if k.kind in kinds} for values in self._values]
-        pairs = (("A", names[0] - names[1]), ("B", names[1] - names[0]))
+        a, b = ({k.name for k in x if k.kind in ("output", "weight")} for x in self._values)
         texts = [
-            f"{run} alone has {len(own)} names, such as {min(own)}." for run, own in pairs if own
+            f"{len(own)} modules and weights are in {run} alone, such as {min(own)}: not compared."
+            for run, own in (("A", a - b), ("B", b - a))
+            if own
         ]
-        return [*texts, "Names are mapped by --rename."] if len(texts) == 2 else texts
+        return [*texts, "If they were renamed: --rename 'OLD=NEW'."] if len(texts) == 2 else texts
 
     def reasons(self, first: Place) -> list[str]:
         """What else is known of the first place that differs."""
         a, b = self.steps
-        apart = [x for x in self.places if x.differs and x.key[::2] == first.key[::2]]
+        alike = [x for x in self.places if x.differs and x.key[::2] == first.key[::2]]
         found = list[str]()
-        alone = first.how or not _is_factor(self._pair(first.key), first.ratio)
-        if not alone and all(abs(x.ratio / first.ratio - 1) < FACTOR for x in apart):
+        if (
+            not (first.how or first.key.kind == "weight")
+            and self._is_factor(first.key, first.ratio)
+            and all(abs(x.ratio / first.ratio - 1) < FACTOR for x in alike)
+        ):
             found.append(f"B's is {first.ratio:.4g} times A's, as all that differ are.")
         for name, values in zip("AB", self._values, strict=True):
             if not any(key.kind == "gradient" for key in values):
-                found.append(f"The optimizer of {name} made no step.")
+                found.append(
+                    f"The optimizer of {name} made no step, as if a scaler had skipped it."
+                )
         if first.stage in (STAGE["state"], STAGE["weight"]):
             for i, (one, other) in enumerate(zip(a.options, b.options, strict=False)):
                 found += [
@@ -222,34 +243,49 @@ class Comparison:
                     for name in {**one, **other}
                     if one.get(name) != other.get(name)
                 ]
-        if not first.known:
-            found.append("What it was computed from was not compared.")
-        return found
+        return (
+            found
+            if first.known
+            else [
+                *found,
+                "Some of what it was computed from is in one run alone, or was not traced.",
+            ]
+        )
 
-    def _keys(self, *kinds: str, both: bool = True) -> list[Key]:
-        """Names of values in the order of computation: in both runs, or of weights in both."""
-        found = [k for values in self._values for k in values if k.kind in kinds]
-        found = [k for k in dict.fromkeys(found) if not both or self._pair(k)[2]]
-        if found and found[0].kind not in FORWARD:
-            found = [k for k in found if k.kind == "signal" or self._pair(_weight(k))[2]]
-        if kinds == ("signal",):
-            places = {signal_of(key): i for i, key in enumerate(self._orders[0])}
-            found.sort(key=lambda key: -places.get(key, -1))
-        if found and found[0].kind in OF_PARAMETERS:
-            order = {key.name: i for i, key in reversed([*enumerate(self._orders[0])])}
-            counts = {k: value.count for values in self._values for k, value in values.items()}
+    def _keys(self, kind: str) -> list[Key]:
+        """Names of values in either run, of weights in both; in the order of computation."""
+        keys = dict.fromkeys(k for values in self._values for k in values if k.kind == kind)
+        return self._sorted(
+            k for k in keys if kind == "data" or all(self._pair(Key("weight", k.name)))
+        )
+
+    def _both(self, *kinds: str) -> list[Key]:
+        return self._sorted(k for k in self._values[0] if k.kind in kinds and k in self._values[1])
+
+    def _sorted(self, keys: Iterable[Key]) -> list[Key]:
+        first = {key.name: i for key, i in reversed(self._at.items())}
+
+        def place(key: Key) -> tuple[int, bool]:
+            if key.kind == "signal":
+                return -self._at.get(_value(key), -1), False
+            if key.kind not in OF_PARAMETERS:
+                return 0, False
             # Of a state its moments before its counter.
-            found.sort(key=lambda k: (order.get(_owner(k.name), len(order)), counts[k] == 1))
-        return found
+            single = any(value.count == 1 for value in self._pair(key) if value)
+            return first.get(_owner(key.name), len(first)), single
 
-    def _pair(self, key: Key) -> tuple[Value | None, Value | None, bool]:
-        """The value in each run, and whether both have it."""
-        one, other = (values.get(key) for values in self._values)
-        return one, other, one is not None and other is not None
+        return sorted(keys, key=place)
+
+    def _pair(self, key: Key) -> list[Value | None]:
+        return [values.get(key) for values in self._values]
+
+    def _module(self, name: str) -> str:
+        """The module around a weight that has an output in both runs."""
+        return next(x for x in _around(name) if not x or x in self._outputs)
 
     def _base(self, key: Key) -> float:
         """The distance that rounding explains."""
-        types = {values[key].type for values in self._values if key in values}
+        types = {value.type for value in self._pair(key) if value}
         if self._noise[key] and len(types) == 1:
             return MEASURED * self._noise[key]
         # Gradients are computed in the coarsest type that a value has, whatever their own.
@@ -257,55 +293,53 @@ class Comparison:
         return max(coarsest, min(map(rounding_of, types)))
 
     def _place(self, key: Key, allowed: float, **known: Any) -> Place:
-        one, other, _ = self._pair(key)
+        one, other = self._pair(key)
         # In another cut gradients at what has no rows are other numbers, of the same sum.
         apart, how = relative(one, other, whole=key.kind != "signal" or self._same_cut)
         self._distances[key] = apart
+        if key.kind == "state":
+            self._states[key.name].append(key)
         ratio = other.norm / one.norm if one and other and one.norm else 1.0
-        number, stage = self.steps[0].number, STAGE[key.kind]
         certain = bool(self._noise[key] or how or not allowed)
         module = _owner(key.name) if key.kind in OF_PARAMETERS else key.name
-        place = Place(number, stage, key, apart, allowed, how, ratio, certain, True, module)
+        step, stage = self.steps[0].step, STAGE[key.kind]
+        place = Place(step, stage, key, apart, allowed, how, ratio, certain, True, module)
         return place._replace(**known)
 
     def _most(self, keys: Iterable[Key]) -> float:
         return max((self._distances.get(key, 0.0) for key in keys), default=0.0)
 
-    def _root(self, key: Key) -> Place:
-        """A value that nothing in the step was computed for."""
-        return self._place(key, self._base(key))
-
     def _start(self, key: Key) -> Place:
-        """A weight or a state, which the last step that was compared may explain."""
+        """What the step begins with; the last step that was compared may explain it."""
         allowed, kind = self._base(key), "weight" if key.kind == "start" else "state"
+        if key.kind == "data":
+            return self._place(key, allowed)
         if self._last:
             before = [values.get(key._replace(kind=kind)) for values in self._last]
             allowed += GROWTH ** (1 if self._is_next else 3) * relative(*before)[0]
-        return self._place(key, allowed, known=not self._last or self._is_next)
+        return self._place(key, allowed, known=self._is_next)
 
     def _forward(self, key: Key) -> Place:
         made = self._made[key]
-        common = [x for x in made if x in self._distances]
+        compared = not made or any(x in self._distances for x in made)
         moved, known = self._moved(key, made)
-        allowed = self._base(key) + GROWTH * self._most(common) + moved
-        one, other, _ = self._pair(key)
+        allowed = self._base(key) + GROWTH * self._most(made) + moved
+        a, b = (values[key] for values in self._values)
         # What one run hands over and the other does not, code around the module has made.
-        alone = (x for x in self._took[key] if x.kind == "input" and not self._pair(x)[2])
+        alone = (x for x in self._took[key] if x.kind == "input" and not all(self._pair(x)))
         module = self._maker(next(alone, key))
-        place = self._place(key, allowed, known=known and bool(common or not made), module=module)
-        drew = [value.drew for value in (one, other) if value]
-        if drew[0] != drew[1]:
-            return place._replace(how=f"draws random numbers in {'AB'[drew[1]]} alone")
-        if drew[0] and not self._same_random():
+        place = self._place(key, allowed, known=known and compared, module=module)
+        if a.drew != b.drew:
+            return place._replace(how=f"draws random numbers in {'AB'[b.drew]} alone")
+        if a.drew and not self._same_random:
             return place._replace(stage=RANDOM, allowed=min(allowed, LEAST))
-        if one and not key.name and one.scalar:
+        if not key.name and a.scalar:
             # A number that the model itself returns: of a micro-batch a mean, or its part of one.
             return place._replace(stage="loss", allowed=allowed if self._same_cut else math.inf)
         return place
 
     def _loss(self, key: Key) -> Place:
-        outputs = (x for x in self._distances if x.kind == "output")
-        return self._place(key, self._base(key) + GROWTH * self._most(outputs))
+        return self._place(key, self._base(key) + GROWTH * self._most(self._at))
 
     def _signal(self, key: Key) -> Place:
         """The gradient at a value: from those at what was made of it, by modules' own passes."""
@@ -317,81 +351,74 @@ class Comparison:
         allowed = self._base(key) + GROWTH * (self._most(near) + moved)
         if not sent:
             return self._place(key, allowed, stage="loss", module="")
-        takers = {x.name for x in users if value in self._took[x]}
         # Where no module took it, code did.
-        return self._place(key, allowed, module=_around(takers or {self._maker(users[0])}))
+        takers = [x.name for x in users if value in self._took[x]] or [self._maker(users[0])]
+        around = [_around(name) for name in takers]
+        module = next(x for x in around[0] if all(x in names for names in around))
+        return self._place(key, allowed, module=module)
 
     def _gradient(self, key: Key) -> Place:
         """Of a parameter: from the signals and values of its module."""
-        owner = next((o for o, names in self._owned[0].items() if key.name in names), "")
-        outputs = [x for x in self._distances if x.kind == "output" and x.name == owner]
+        outputs = self._outputs[self._module(key.name)]
         made = [x for one in outputs for x in self._made[one]]
         # What code of the model itself does with a parameter is not seen.
-        near = [*outputs, *made] if outputs else [x for x in self._distances if x.kind in FORWARD]
+        near = [*outputs, *made] if outputs else [*self._at]
         signals = [signal_of(x) for x in outputs or near]
-        one, other, _ = self._pair(key)
-        terms = 1.0
-        if one is not None and other is not None and one.norm and other.norm:
+        terms, own = 1.0, self._norms([key])
+        if all(self._pair(key)) and all(own):
             # Terms of the sum that cancel are rounded as the largest.
-            sent = max(self._norms(signals), default=one.norm)
-            terms = max(1.0, sent * max(self._norms(made), default=1.0) / max(one.norm, other.norm))
+            sent = max(self._norms(signals), default=own[0])
+            terms = max(1.0, sent * max(self._norms(made), default=1.0) / max(own))
         rounding = self._base(key) * (1.0 if self._noise[key] else terms)
         self._roundings[key] = rounding
         return self._place(key, rounding + GROWTH * terms * self._most([*near, *signals]))
 
-    def _scaled(self, places: Iterable[Place]) -> list[Place]:
+    def _scaled(self, places: list[Place]) -> list[Place]:
         """Gradients: where most have one factor, as by clipping, what has another is the reason."""
-        places = [*places]
-        ratios = sorted(x.ratio for x in places if x.differs and x.distance < math.inf)
-        ratio = ratios[len(ratios) // 2] if ratios else 1.0
-        alike = [x for x in places if x.differs and _is_factor(self._pair(x.key), ratio)]
-        others = [x for x in places if x.differs and x not in alike]
-        if others and len(alike) > len(others):
-            places = [x._replace(allowed=math.inf) if x in alike else x for x in places]
+        apart = [x for x in places if x.differs]
+        ratios = sorted(x.ratio for x in apart if x.distance < math.inf) or [1.0]
+        alike = [x for x in apart if self._is_factor(x.key, ratios[len(ratios) // 2])]
+        if len(apart) / 2 < len(alike) < len(apart):
+            return [x._replace(allowed=math.inf) if x in alike else x for x in places]
         return places
 
-    def _common(self, places: Iterable[Place]) -> list[Place]:
+    def _common(self, places: list[Place]) -> list[Place]:
         """States, or updates: single ones may differ where their gradient is rounding alone."""
-        kinds = defaultdict[str, list[Place]](list)
-        for place in (places := [*places]):
-            kinds[place.key.part].append(place)
-        options = [step.options for step in self.steps]
-        few = {
-            part
-            for part, some in kinds.items()
-            if sum(place.differs for place in some) < len(some) / 2 and options[0] == options[1]
-        }
+        parts = Counter(x.key.part for x in places)
+        apart = Counter(x.key.part for x in places if x.differs)
+        if self.steps[0].options != self.steps[1].options:
+            return places
         return [
             x._replace(allowed=max(x.allowed, TURNED))
-            if x.key.part in few and not x.how and self._distances.get(Key("gradient", x.key.name))
+            if 2 * apart[x.key.part] < parts[x.key.part]
+            and not x.how
+            and self._distances.get(Key("gradient", x.key.name))
             else x
             for x in places
         ]
 
     def _state(self, key: Key) -> Place:
-        inputs = [key._replace(kind="before"), Key("gradient", key.name)]
-        apart = self._most(inputs)
+        apart = self._most([key._replace(kind="before"), Key("gradient", key.name)])
         grown = max(GROWTH * apart, ROOT_GROWTH * math.sqrt(apart))
         return self._place(key, self._base(key) + grown)
 
     def _update(self, key: Key) -> Place:
         """Of a weight: from its gradient and the optimizer's states; of a buffer, from outputs."""
         if key.part:
-            outputs = self._most(x for x in self._distances if x.kind in FORWARD)
-            stage = STAGE["output"]
-            return self._place(key, self._base(key) + GROWTH * outputs, stage=stage)
+            allowed = self._base(key) + GROWTH * self._most(self._at)
+            return self._place(key, allowed, stage=STAGE["output"])
         start = key._replace(kind="start")
         moves = [_minus(values[key], values.get(start)) for values in self._values]
-        size = max((move.norm for move in moves if move), default=0.0)
-        most = max(value.norm for value in self._pair(key)[:2] if value)
-        inputs = [x for x in self._distances if x.name == key.name and x.kind in INPUTS_OF_UPDATE]
-        allowed = self._base(key) * (most / size if size else 1.0)
+        moved = max((move.norm for move in moves if move), default=0.0)
+        most = max(values[key].norm for values in self._values)
+        inputs = [Key("gradient", key.name), *self._states[key.name]]
+        allowed = self._base(key) * (most / moved if moved else 1.0)
         allowed += ROOT_GROWTH * math.sqrt(self._most(inputs)) + GROWTH * self._most([start])
         apart, how = relative(*moves)
         return self._place(key, allowed, distance=apart, how=how, certain=bool(how))
 
     def _maker(self, key: Key) -> str:
-        return next(values[key].maker for values in self._values if key in values)
+        return next(value.maker for value in self._pair(key) if value)
 
     def _moved(self, key: Key, made: Iterable[Key] | None) -> tuple[float, bool]:
         """What differences of a module's weights change, and whether both runs have all of these.
@@ -399,31 +426,29 @@ class Comparison:
         The output of a linear layer moves by no more than its weights, times its input; a gradient,
         for which nothing is ``made``, in proportion.
         """
-        around = [o for o in self._owned[0] if not o or f"{key.name}.".startswith(f"{o}.")]
-        owners = [key.name] if key.kind == "output" else around
-        names = [[n for o in owners for n in owned.get(o, ())] for owned in self._owned]
-        starts = [Key("start", name) for name in names[0]]
+        owners = [key.name] if key.kind == "output" else [*_around(key.name)]
+        a, b = ([n for o in owners if o in owned for n in owned[o]] for owned in self._owned)
+        starts = [Key("start", name) for name in a]
         norms = [max(self._norms([x]), default=0.0) for x in starts]
         moved = math.hypot(*(self._most([x]) * n for x, n in zip(starts, norms, strict=True)))
-        if made is None:
-            size = math.hypot(*norms)
-        else:
-            size = max(self._norms([key]), default=0.0)
+        own = math.hypot(*norms)
+        if made is not None:
+            own = max(self._norms([key]), default=0.0)
             moved *= WEIGHTS_GROWTH * max([1.0, *self._norms(made)])
-        return moved / size if size else 0.0, sorted(names[0]) == sorted(names[1])
+        return moved / own if own else 0.0, sorted(a) == sorted(b)
 
     def _norms(self, keys: Iterable[Key]) -> list[float]:
         """Norms of those that are no whole numbers."""
-        found = (values[key] for values in self._values for key in keys if key in values)
+        found = (value for key in keys for value in self._pair(key) if value)
         return [value.norm for value in found if rounding_of(value.type)]
 
-    def _same_random(self) -> bool:
-        """Whether a model draws the same numbers in both runs."""
-        one, other = (
-            [{k: r.get(k) for k in ("torch", "cuda")} for r in step.random] + [step.passes]
-            for step in self.steps
-        )
-        return one == other
+    def _is_factor(self, key: Key, ratio: float) -> bool:
+        """Whether one value is a multiple of the other."""
+        one, other = self._pair(key)
+        if not (one and other and one.z and other.z and other.norm):
+            return False
+        scaled = [ratio * x for x in one.z]
+        return abs(ratio - 1) > FACTOR and distance(scaled, other.z) < FACTOR * other.norm
 
 
 def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> tuple[float, str]:
@@ -436,8 +461,8 @@ def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> t
     if one.count != other.count and whole:
         return math.inf, f"{one.count:g} elements in A, {other.count:g} in B"
     if one.z is None or other.z is None:
-        same = one.z is other.z
-        return 0.0 if same else math.inf, "" if same else "not finite in " + "AB"[one.z is not None]
+        how = f"not finite in {one.bad} elements in A, {other.bad} in B"
+        return (0.0, "") if one.bad == other.bad else (math.inf, how)
     most = max(one.norm, other.norm)
     apart = max(distance(one.z, other.z), whole * abs(one.norm - other.norm))
     apart = apart / most if most else 0.0
@@ -450,15 +475,6 @@ def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> t
     return apart, how
 
 
-def _is_factor(pair: tuple[Value | None, Value | None, bool], ratio: float) -> bool:
-    """Whether one value is a multiple of the other."""
-    one, other, _ = pair
-    if one is None or other is None or one.z is None or other.z is None or not other.norm:
-        return False
-    scaled = [ratio * x for x in one.z]
-    return abs(ratio - 1) > FACTOR and distance(scaled, other.z) < FACTOR * other.norm
-
-
 def rounding_of(name: str) -> float:
     """The relative distance that rounding explains in a type, by its name; 0: whole numbers."""
     if name in ("uint8", "int8"):
@@ -469,53 +485,30 @@ def rounding_of(name: str) -> float:
     return torch.finfo(found).eps * (HALF_ROUNDINGS if found.itemsize < 4 else ROUNDINGS)
 
 
-def _sources(
-    values: Sequence[Value], order: Sequence[Key]
-) -> Iterator[tuple[Key, set[Key], set[Key]]]:
-    """What each value was handed, and what the code that made it had at hand beside."""
-    # Where the module begins whose code each value was given to.
-    frames = [-1] * len(order)
+def _frames(values: Sequence[Value]) -> list[int]:
+    """Where the module begins whose code each value was given to."""
+    frames = [-1] * len(values)
     for i, value in enumerate(values):
         for place in range(value.since, i):
             frames[place] = max(frames[place], value.since)
-    for i, (key, value) in enumerate(zip(order, values, strict=True)):
-        inner = range(value.since, i)
-        taken = {order[place] for place in value.took if place < i}
-        yield key, taken, {order[place] for place in inner if frames[place] == value.since}
+    return frames
 
 
 def _minus(new: Value, old: Value | None) -> Value | None:
     if old is None or old.z is None or new.z is None:
         return None
     z = [x - y for x, y in zip(new.z, old.z, strict=True)]
-    return replace(new, z=z, norm=distance(z, [0.0] * len(z)))
+    return replace(new, z=z, norm=size(z))
 
 
-def _owned(values: Mapping[Key, Value], orders: Sequence[Sequence[Key]]) -> dict[str, list[str]]:
-    """Names of the weights of each module that has an output in both runs; of others, around it."""
-    modules = {k.name for k in orders[0] if k.kind == "output"} & {k.name for k in orders[1]}
-    found: dict[str, list[str]] = {}
-    for name in (key.name for key in values if key.kind == "start"):
-        around = [m for m in modules if f"{name}.".startswith(f"{m}.") and m]
-        found.setdefault(max(around, key=len, default=""), []).append(name)
-    return found
-
-
-def _around(names: Iterable[str]) -> str:
-    """The name, or that of the module around all of several."""
-    first, *others = (name.split(".") for name in names)
-    for other in others:
-        same = [a == b for a, b in zip(first, other, strict=False)]
-        first = first[: [*same, False].index(False)]
-    return ".".join(first)
+def _around(name: str) -> list[str]:
+    """The name, and those of the modules around it."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _weight(key: Key) -> Key:
-    return Key("weight", key.name, key.part if key.kind in ("start", "weight") else "")
 
 
 def _value(signal: Key) -> Key:

@@ -20,6 +20,7 @@ of sketches", 2008.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def project(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return ((x @ columns) * rows).sum(0)
 
 
-def distance(first: list[float], second: list[float]) -> float:
+def distance(first: Sequence[float], second: Sequence[float]) -> float:
     """Estimate of the distance of two tensors from their projections."""
     squares = [(a - b) ** 2 for a, b in zip(first, second, strict=True)]
     return math.sqrt(sum(squares) / len(squares))

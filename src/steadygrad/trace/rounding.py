@@ -1,8 +1,11 @@
 """Measures what one rounding of the weights changes in a pass, at each module."""
 
+import math
+import random
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +14,8 @@ from steadygrad.numerics import wide
 from steadygrad.shards import local
 from steadygrad.trace.equations import distance
 from steadygrad.trace.passes import Passes, generator_state
-from steadygrad.trace.record import scaled
 from steadygrad.trace.sketches import Key, Sketches
 from steadygrad.watch.hooks import Shared, tensors_of
-
-__all__ = ["Rounding"]
 
 # Steps at whose end it is measured.
 _STEPS = 3
@@ -36,15 +36,18 @@ class Rounding:
         self._model, self._shared, self._sketches = model, shared, sketches
         self._left = _STEPS
         # What the last pass was given, the generators before it, and the type of autocast.
-        self._call: tuple[Any, list[Tensor], torch.dtype | None]
+        self._call: tuple[Any, list[Tensor], Any, torch.dtype | None]
         self.passes: Passes | None = None  # a pass that is repeated
 
     def keep(self, passes: Passes, inputs: Any) -> None:
         """Keeps what a pass is given, to repeat it."""
         passes.keep = self._left > 0
+        if not passes.keep:
+            return
         device = self._shared.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self._call = (inputs, generator_state(self._shared.device), cast)
+        others = random.getstate(), np.random.get_state()
+        self._call = (inputs, generator_state(self._shared.device), others, cast)
 
     def measure(self, passes: Passes) -> dict[Key, float]:
         """Relative distances between the two passes, by name."""
@@ -62,16 +65,19 @@ class Rounding:
                 moved = part.to(wide(part.dtype)) * (1 + eps * sign.view(part.shape))
                 part.copy_(moved)
             after = self._repeat(passes)
-        rows = {key: scaled(one, row) for key, one, row in before.numbers()}
-        pairs = ((key, rows.get(key), scaled(one, row)) for key, one, row in after.numbers())
-        return {
-            key: distance(a[0], b[0]) / a[1] for key, a, b in pairs if a and a[1] and b[0] and a[0]
-        }
+        rows, found = {key: row for key, _, row in before.numbers()}, dict[Key, float]()
+        for key, one, (*then, _, _) in after.numbers():
+            *z, square, _ = rows.get(key, [0.0, 0.0])
+            if square and all(map(math.isfinite, (*z, square, *then))):
+                found[key] = distance(z, then) / math.sqrt(square * max(one.rows, 1))
+        return found
 
     def _keep_model(self, kept: ExitStack) -> None:
         """Puts weights, buffers, gradients and generators back at the end."""
         device = self._shared.device
         kept.callback(setattr, self._shared, "current", None)
+        kept.callback(random.setstate, random.getstate())
+        kept.callback(np.random.set_state, np.random.get_state())
         kept.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             # Not on the tensor itself, whose version a graph may have noted.
@@ -81,8 +87,10 @@ class Rounding:
             kept.callback(setattr, p, "grad", p.grad)
 
     def _repeat(self, passes: Passes) -> Sketches:
-        (args, kwargs), state, cast = self._call
+        (args, kwargs), state, others, cast = self._call
         found, device = Sketches(), self._shared.device
+        random.setstate(others[0])
+        np.random.set_state(others[1])
         torch.set_rng_state(state[0])
         if device.type == "cuda":
             torch.cuda.set_rng_state(state[1], device)

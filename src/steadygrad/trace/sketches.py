@@ -14,8 +14,6 @@ from steadygrad.shards import local, offsets
 from steadygrad.trace.equations import PROJECTIONS, project, signs
 from steadygrad.watch.hooks import has_values, values
 
-__all__ = ["Key", "Sketch", "Sketches"]
-
 # Elements that are converted at a time: on a CPU as many as its cache holds.
 _CHUNK, _DEVICE_CHUNK = 2**17, 2**24
 
@@ -37,29 +35,25 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Sketch:
-    """Sums over the parts of a tensor that were met so far.
+    """Sums over the parts of a tensor that were met so far; a file has them with these names.
 
     Attributes:
-        z: Projections, with shape ``(16,)``.
-        square: Sum of squares.
-        bad: Number of elements that are not finite.
-        type: The tensor's type.
-        count: Number of elements.
+        sums: Projections and the sum of squares, with shape ``(17,)``.
         rows: Rows of the batch over which a mean is taken; 0: none is.
         copy: Whether another process has the same part.
-        made: What it was made of: places in the order of the step, and the first one within it.
+        took: What the module under way was given, by place in the order of the step.
+        since: Place of the first value within that module.
         maker: The module whose code made it.
         drew: Whether random numbers were drawn while it was made.
     """
 
-    z: Tensor
-    square: Tensor
-    bad: Tensor | int
+    sums: Tensor
     type: str
     count: int = 0
     rows: int = 0
     copy: bool = False
-    made: Sequence[Any] = ([], 0)
+    took: Sequence[int] = ()
+    since: int = 0
     maker: str = ""
     drew: bool = False
 
@@ -73,85 +67,70 @@ class Sketches:
     def take(
         self, key: Key, tensor: Tensor, *, batch: int | None = None, mean: bool = True
     ) -> Sketch | None:
-        """Adds a tensor, or a part of it, to the sketch of a name.
+        """Adds a tensor, of a sharded one this process's part, to the sketch of a name.
 
-        Args:
-            key: The name.
-            tensor: The tensor; sharded: this process's part, by its place in the whole.
-            batch: The dimension of the batch, which is added up; None: there is none.
-            mean: Whether to divide by the number of rows in the batch.
-
-        Returns:
-            The sketch; None if the tensor has no values to look at.
+        Over the dimension ``batch`` it is added up, and divided by its rows where that is a
+        ``mean``. None: the tensor has no values to look at.
         """
         if not has_values(tensor):
             return None
-        device, tensor = tensor.device.type, tensor.detach()
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                sums = _sums(tensor, batch)
-        else:
-            sums = _sums(tensor, batch)
+        with torch.autocast(tensor.device.type, enabled=False):
+            sums = _sums(tensor.detach(), batch)
         if (one := self.found.get(key)) is None:
-            one = self.found[key] = Sketch(*sums, str(tensor.dtype).removeprefix("torch."))
+            one = self.found[key] = Sketch(sums, str(tensor.dtype).removeprefix("torch."))
         else:
-            z, square, bad = sums
-            one.z, one.square, one.bad = one.z + z, one.square + square, one.bad + bad
+            one.sums = one.sums + sums
         one.count += local(tensor).numel()
         if batch is not None and mean:
             one.rows += tensor.shape[batch] if tensor.ndim else 1
         return one
 
     def numbers(self) -> Iterator[tuple[Key, Sketch, list[float]]]:
-        """All sketches, with projections, square and count of what is not finite, on the host.
-
-        A device is waited for once for each type.
-        """
-        alike = dict[Any, list[Sketch]]()
+        """All sketches with their sums on the host; a device is waited for once for each type."""
+        alike = dict[Any, dict[int, Tensor]]()
         for one in self.found.values():
-            alike.setdefault((one.z.device, one.z.dtype, type(one.bad)), []).append(one)
+            alike.setdefault((one.sums.device, one.sums.dtype), {})[id(one)] = one.sums
         rows = dict[int, list[float]]()
         for some in alike.values():
-            bad = [torch.as_tensor(one.bad, device=one.z.device) for one in some]
-            ends = torch.stack([*(one.square for one in some), *bad]).view(2, -1).T
-            table = torch.cat([torch.stack([one.z for one in some]), ends], 1).tolist()
-            rows |= {id(one): row for one, row in zip(some, table, strict=True)}
+            rows |= zip(some, torch.stack([*some.values()]).tolist(), strict=True)
         for key, one in self.found.items():
             yield key, one, rows[id(one)]
 
 
-def _sums(tensor: Tensor, batch: int | None) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Projections, sum of squares, and the number of elements that are not finite."""
+def _sums(tensor: Tensor, batch: int | None) -> Tensor:
+    """Projections, the sum of squares, and the number of elements that are not finite."""
     place, shape, numbers = [*offsets(tensor)], [*tensor.shape], values(tensor)
     # Sums of whole numbers are exact in the widest type, in any order. Elsewhere than on a CPU
     # float32 products may be taken with ten bits.
     plain = tensor.dtype.is_floating_point and tensor.device.type == "cpu"
     dtype = wide(numbers.dtype) if plain else exact(tensor.device)
-    rows: Tensor | None = None
+    most, rows = _CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK, None
     if tensor.is_sparse:
         rows, place, shape = tensor._indices()[0], [0] * numbers.ndim, [*numbers.shape]
     if tensor.is_complex():
         place, shape = [*place, 0], [*shape, 2]
-    square, bad = _square(numbers, dtype)
+    parts = [part.to(dtype) for part in numbers.reshape(-1).split(most)]
+    square = torch.stack([torch.dot(part, part) for part in parts]).sum()
+    bad = torch.zeros_like(square)
+    # On a device a look would wait for it.
+    if tensor.device.type != "cpu" or not math.isfinite(square):
+        bad += numbers.isfinite().logical_not().sum()
     if batch is not None and numbers.ndim:
         numbers = numbers.sum(batch, dtype=dtype)
         del place[batch], shape[batch]
     if not numbers.ndim:
         numbers, place, shape = numbers[None], [0], [1]
     columns = _columns(tuple(place[1:]), numbers.shape[1:], tuple(shape[1:]), dtype, tensor.device)
-    if not numbers.numel():
-        return columns.new_zeros(PROJECTIONS), square, bad
-    step = max(1, _chunk(numbers) // max(len(columns), PROJECTIONS))
-    totals = list[Tensor]()
-    for first in range(0, len(numbers), step):
+    total = columns.new_zeros(PROJECTIONS)
+    step = max(1, most // max(len(columns), PROJECTIONS))
+    for first in range(0, len(numbers) if numbers.numel() else 0, step):
         part = numbers[first : first + step].reshape(-1, len(columns)).to(dtype)
         if rows is None:
             own = _rows(place[0] + first, len(part), dtype, tensor.device)
         else:
             own = signs(rows[first : first + step], "row", dtype)
-        totals.append(project(part, own, columns))
-    total = torch.stack(totals).sum(0) if len(totals) > 1 else totals[0]
-    return total, square, bad
+        total = total + project(part, own, columns)
+    return torch.cat([total, torch.stack([square, bad])])
 
 
 @lru_cache(1024)
@@ -172,18 +151,3 @@ def _columns(
     for at, own, size in zip(place, shape, whole, strict=True):
         index = (index * size)[..., None] + torch.arange(at, at + own, device=device)
     return signs(index.reshape(-1), "column", dtype)
-
-
-def _square(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
-    flat, most = numbers.reshape(-1), _chunk(numbers)
-    parts = [x.to(dtype) for x in (flat.split(most) if len(flat) > most else [flat])]
-    squares = [torch.dot(part, part) for part in parts]
-    square = torch.stack(squares).sum() if len(squares) > 1 else squares[0]
-    # On a device a look would wait for it.
-    if flat.device.type != "cpu" or not math.isfinite(square):
-        return square, flat.numel() - flat.isfinite().sum()
-    return square, 0
-
-
-def _chunk(tensor: Tensor) -> int:
-    return _CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK

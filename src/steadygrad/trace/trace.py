@@ -1,16 +1,17 @@
 """Writes sketches of a training's steps, by which two runs are compared."""
 
-import random
+import json
+import math
 import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,13 +22,11 @@ from steadygrad._files import replace
 from steadygrad._names import own_name
 from steadygrad.distributed import data_parallel_world, process_world
 from steadygrad.shards import is_copy
-from steadygrad.trace.passes import Passes
-from steadygrad.trace.record import AFTER, encoded, file_name
+from steadygrad.trace.equations import PROJECTIONS
+from steadygrad.trace.passes import Passes, generator_state
 from steadygrad.trace.rounding import Rounding
 from steadygrad.trace.sketches import Key, Sketches
 from steadygrad.watch.hooks import Shared, hook_modules, is_planned
-
-__all__ = ["Trace"]
 
 
 class Trace(AbstractContextManager["Trace"]):
@@ -96,15 +95,9 @@ class Trace(AbstractContextManager["Trace"]):
         self._named = [(own_name(name, model), parameter) for name, parameter in named]
         self._sketches = Sketches()
         self._rounding = Rounding(model, self._shared, self._sketches) if rounding else None
-        # Weights and states after the last step that was traced.
-        self._after = dict[Key, list[float]]()
         self._hooks = ExitStack()
         # A trace that is dropped leaves no hooks behind either.
         weakref.finalize(self, self._hooks.close)
-        self._random: dict[str, str] = {}
-        self._options: list[dict[str, Any]] = []
-        self._noise: Mapping[Key, float] = {}
-        self._passes = Passes(self._sketches, device)
         self._begin_step()
 
     def step(self, loss: Tensor | float | None = None) -> None:
@@ -129,52 +122,48 @@ class Trace(AbstractContextManager["Trace"]):
 
     def begin(self, inputs: Any) -> None:
         """Begins a pass: the model is called."""
+        repeated = self._rounding and self._rounding.passes
+        passes = self._shared.current = repeated or self._passes
         if not torch.is_grad_enabled() or is_planned():
             self._shared.current = None
             return
-        if self._rounding is not None and self._rounding.passes is not None:
-            self._shared.current = self._rounding.passes
-            self._rounding.passes.begin(*inputs)
-            return
-        if not self._passes.count:
-            self._random = _digests(self._shared.device)
+        if not passes.count and not repeated:
+            states = generator_state(self._shared.device)
+            self._random = [blake2b(x.numpy().tobytes(), digest_size=8).hexdigest() for x in states]
             self._take_weights("start")
             self._take_states("before")
-        self._shared.current = self._passes
-        if self._rounding is not None:
-            self._rounding.keep(self._passes, inputs)
-        self._passes.begin(*inputs)
+        if self._rounding is not None and not repeated:
+            self._rounding.keep(passes, inputs)
+        passes.begin(*inputs)
 
     def _make_folder(self) -> None:
         rank = self._world.rank
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            names = [path.name for path in self.folder.iterdir()]
+            names = sorted(path.name for path in self.folder.glob(f"step-*-rank-{rank:05d}.json"))
         except OSError as error:
             raise InputError(
                 f"Parameter `folder` should be a folder that can be written. Found {self.folder}: "
                 f"{error.strerror}. Remedy: another one."
             ) from error
-        later = [name for name in names if name >= file_name(self._start, 0)]
-        if any(name.endswith(file_name(0, rank).partition("-rank")[2]) for name in later):
+        if names and names[-1] >= f"step-{self._start:09d}":
             raise InputError(
                 f"Parameter `folder` should have no trace of step {self._start} or later. Found "
-                f"{min(later)} in {self.folder}. Remedy: another folder; or start=N for a run that "
+                f"{names[-1]} in {self.folder}. Remedy: another folder; or start=N for a run that "
                 "is resumed after N steps."
             )
 
     def _begin_step(self) -> None:
         at = self.number - self._start
         self._hooked = at % self._every == 0 and at // self._every < self._steps
-        self._shared.current = None
-        if not self._hooked:
-            return
-        self._sketches.found = {}
-        self._options, self._noise = [], {}
+        self._shared.current, self._sketches.found = None, {}
+        self._options: list[dict[str, Any]] = []
+        self._noise: Mapping[Key, float] = {}
         self._passes = Passes(self._sketches, self._shared.device)
-        hook_modules(self.model, self._shared, self._hooks)
-        hook = self.optimizer.register_step_pre_hook(_Weak(self))
-        self._hooks.callback(hook.remove)
+        if self._hooked:
+            hook_modules(self.model, self._shared, self._hooks)
+            hook = self.optimizer.register_step_pre_hook(partial(_before_step, self._shared))
+            self._hooks.callback(hook.remove)
 
     def before_step(self) -> None:
         """Takes the gradients as the optimizer gets them, and its options."""
@@ -195,7 +184,8 @@ class Trace(AbstractContextManager["Trace"]):
             self._take("loss", "", "", torch.as_tensor(loss))
         self._take_states("state")
         self._take_weights("weight")
-        header = {
+        whole = {
+            "schema": 1,
             "step": self.number,
             "rank": self._world.rank,
             "world": self._world.size,
@@ -203,18 +193,28 @@ class Trace(AbstractContextManager["Trace"]):
             "torch": torch.__version__,
             "random": self._random,
             "options": self._options,
+            "records": self._records(),
         }
-        path = self.folder / file_name(self.number, self._world.rank)
-        rows = [*self._sketches.numbers()]
-        data = encoded(header, rows, self._noise, self._after)
-        self._after = {key: sums for key, _, sums in rows if key.kind in AFTER.values()}
+        path = self.folder / f"step-{self.number:09d}-rank-{self._world.rank:05d}.json"
         try:
-            replace(path, data)
+            replace(path, json.dumps(whole, separators=(",", ":")).encode())
         except OSError as error:
             raise InputError(
                 f"Expected room for a trace. Found {path}: {error.strerror}. Remedy: free some; or "
                 "close the trace."
             ) from error
+
+    def _records(self) -> list[dict[str, Any]]:
+        records = []
+        for key, one, sums in self._sketches.numbers():
+            found = {**key._asdict(), **vars(one), "noise": self._noise.get(key), "sums": None}
+            found["bad"] = int(sums[-1])
+            # JSON has no infinity. Of nine digits float32 has seven.
+            if all(map(math.isfinite, sums)):
+                short = [float(f"{x:.9g}") for x in sums]
+                found |= {"z": short[:PROJECTIONS], "square": short[PROJECTIONS]}
+            records.append({name: value for name, value in found.items() if value})
+        return records
 
     def _take(self, kind: str, name: str, part: str, tensor: Tensor) -> None:
         one = self._sketches.take(Key(kind, name, part), tensor)
@@ -237,18 +237,9 @@ class Trace(AbstractContextManager["Trace"]):
                         self._take(kind, names[parameter], part, torch.as_tensor(leaf))
 
 
-class _Weak:
-    """Hook of an optimizer that does not keep its trace alive, and is not copied with it."""
-
-    def __init__(self, trace: Trace | None) -> None:
-        self._trace = (lambda: None) if trace is None else weakref.ref(trace)
-
-    def __call__(self, *_: Any) -> None:
-        if (trace := self._trace()) is not None:
-            trace.before_step()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Weak, (None,)
+def _before_step(shared: Shared, *_: Any) -> None:
+    if (trace := shared.owner()) is not None:
+        trace.before_step()
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
@@ -260,15 +251,3 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
         if name != "params" and all(isinstance(x, (int, float, str)) for x in single):
             found[name] = single if isinstance(value, (list, tuple)) else single[0]
     return found
-
-
-def _digests(device: torch.device) -> dict[str, str]:
-    """Digests of the states of the random generators."""
-    states = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": repr(random.getstate()).encode(),
-        "numpy": repr(np.random.get_state(legacy=False)).encode(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    return {name: blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}

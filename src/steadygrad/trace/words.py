@@ -64,10 +64,11 @@ def _answer(found: Difference) -> str:
         return "Not known: no step was traced in both runs."
     if first is None:
         span = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-        outputs = [p for places in found.steps.values() for p in places if p.stage == FORWARD]
-        most = max((place.distance for place in outputs), default=0.0)
-        apart = f"; outputs of modules differ by at most {share(most)}" if most else ", to the bit"
-        return f"The runs are the same within rounding over {span}{apart}."
+        places = [p for places in found.steps.values() for p in places]
+        most = max((p.distance for p in places if p.stage == FORWARD), default=0.0)
+        apart = f"; outputs of modules differ by at most {share(most)}" if most else ""
+        same = ", to the last digit that a trace keeps" * (not any(p.distance for p in places))
+        return f"The runs are the same within rounding over {span}{same}{apart}."
     alike = [p for p in found.steps[first.step] if p.key[::2] == first.key[::2]]
     count = sum(place.differs for place in alike)
     others = f" ({count} of {len(alike)} such values differ)" if len(alike) > 1 else ""
@@ -85,9 +86,12 @@ def _agreement(found: Difference) -> str:
     earlier = [number for number in found.steps if number < last]
     before = found.steps[last][: found.steps[last].index(found.first)]
     steps = f"{len(earlier)} step{'s' * (len(earlier) > 1)} and " if earlier else ""
-    most = max((place.distance / (place.allowed or 1.0) for place in before), default=0.0)
-    within = f"within {most:.0%} of what rounding explains" if most else "to the last digit"
-    return f"Before it {steps}{len(before)} values of step {last} agree {within}."
+    most = max(
+        (place.distance / (place.allowed or 1.0) for place in before if not place.differs),
+        default=0.0,
+    )
+    within = f": the largest difference is {most:.0%} of what rounding may cause" if most else ""
+    return f"Before it {steps}{len(before)} values of step {last} agree{within}."
 
 
 def _plain(place: Place) -> Mapping[str, Any]:

@@ -35,16 +35,6 @@ def copied(folder, target, **changes):
     return target
 
 
-def test_values_that_did_not_change_are_filled_in(folder):
-    run = read_run(folder)
-    for number in (1, 2):
-        values, before = run.steps[number].values, run.steps[number - 1].values
-        for key in [key for key in before if key.kind == "weight"]:
-            assert values[key._replace(kind="start")].z == before[key].z
-        assert values[Key("before", "place", "exp_avg")].z
-    assert Key("before", "place", "exp_avg") not in run.steps[0].values
-
-
 def test_two_processes_add_up(folder, tmp_path):
     """Each has half of the rows of an output, and half of a weight's rows; one weight is whole."""
     target = copied(folder, tmp_path / "b")
