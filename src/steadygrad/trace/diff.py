@@ -295,7 +295,7 @@ class Comparison:
     def _place(self, key: Key, allowed: float, **known: Any) -> Place:
         one, other = self._pair(key)
         # In another cut gradients at what has no rows are other numbers, of the same sum.
-        apart, how = relative(one, other, whole=key.kind != "signal" or self._same_cut)
+        apart, how = relative(one, other, whole=key.kind not in SCALED or self._same_cut)
         self._distances[key] = apart
         if key.kind == "state":
             self._states[key.name].append(key)

@@ -135,7 +135,9 @@ def _value(some: Sequence[Value], file: Step) -> Value:
     if all(one.z for one in own):
         z = [sum(x) / rows / parts for x in zip(*(one.z or () for one in own), strict=True)]
     # Squares of the smallest numbers are zero.
-    norm = math.sqrt(sum(one.square for one in own) / rows) / parts or size(z)
+    norm = math.sqrt(sum(one.square for one in own) / rows) / parts
+    # Of a mean of losses, too, the projections tell the size.
+    norm = size(z) if not norm or first.kind == "loss" else norm
     spread = 0.0
     # A buffer, as running statistics, is every process's own.
     if first.part != "buffer" and len(own) == 1 and first.z and norm:

@@ -181,7 +181,7 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _end_step(self, loss: Tensor | float | None) -> None:
         if loss is not None:
-            self._take("loss", "", "", torch.as_tensor(loss))
+            self._sketches.take(Key("loss", ""), torch.as_tensor(loss))
         self._take_states("state")
         self._take_weights("weight")
         whole = {
