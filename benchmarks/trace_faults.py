@@ -1,6 +1,6 @@
 """How often ``steadygrad diff`` finds a fault in a random net, and sees one where none is.
 
-    python benchmarks/trace_faults.py --faults 10000 --first 0 --nets 1000 --save
+    python benchmarks/trace_faults.py --faults 10000 --first 0 --nets 1000 --python PATH --save
 
 A net, its data, its optimizer and a fault are drawn by a seed; it trains a few steps without the
 fault, A, and with it, B. A fault changes one place: a step, a stage and a module. The verdict is
@@ -950,19 +950,20 @@ def outcome(task: Task, kind: str, folder: Path) -> Result:
     return Result(task.seed, kind, said.get(found.verdict, "false alarm"), text, task.family)
 
 
-def other_kernels(seeds: range, rounding: bool) -> list[Result]:
-    """Nets computed in a process that sees a simpler processor."""
+def elsewhere(seeds: range, rounding: bool, python: str | None = None) -> list[Result]:
+    """Nets computed by another Python and its torch; or where a simpler processor is seen."""
     results = []
     with TemporaryDirectory() as name:
         path = os.pathsep.join(filter(None, [*sys.path[:1], os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, __file__, "--write", name, "--first", str(seeds[0])]
-        more = {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": path}
+        command = [python or sys.executable, __file__, "--write", name, "--first", str(seeds[0])]
+        more = {"PYTHONPATH": path} | ({} if python else {"ATEN_CPU_CAPABILITY": "default"})
         nets = ["--nets", str(len(seeds))]
         subprocess.run([*command, *nets], check=True, env={**os.environ, **more})
         for seed in seeds:
             folder, task = Path(name, str(seed)), Task(seed)
             plainly(task, folder / "a", rounding)
-            results.append(outcome(task, KERNELS, folder))
+            kind = f"torch {read_run(folder / 'b').steps[0].torch}" if python else KERNELS
+            results.append(outcome(task, kind, folder))
     return results
 
 
@@ -1015,6 +1016,7 @@ def main() -> None:
     parser.add_argument("--nets", type=int, default=20, help="of each kind, without a fault")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--python", action="append", default=[], help="one with another torch")
     parser.add_argument("--rounding", action="store_true", help="measure rounding in every trace")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
@@ -1039,7 +1041,8 @@ def main() -> None:
         for kind in OTHERWISE:
             plain += pool.imap(partial(unplanted, kind, args.rounding), nets, 2)
     for at in range(0, len(nets), 100):
-        plain += other_kernels(nets[at : at + 100], args.rounding)
+        for python in (None, *args.python):
+            plain += elsewhere(nets[at : at + 100], args.rounding, python)
     command = f"--faults {args.faults} --first {args.first} --nets {args.nets}"
     command += " --rounding" * args.rounding  # whether a trace measures it
     text = [

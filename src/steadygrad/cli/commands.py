@@ -28,7 +28,7 @@ def diff(values: Mapping[str, Any]) -> int:
     """Prints where two runs part, and draws a page; 3 where they do, 4 where it is not known."""
     from_extra("msgspec", "cli")
     from steadygrad._files import replace
-    from steadygrad.trace import diff, page, runs, words
+    from steadygrad.trace import diff, runs, words
 
     rename = [_renaming(text) for text in values.get("rename", ())]
     a, b = runs.read_run(values["A"], rename), runs.read_run(values["B"])
@@ -38,7 +38,7 @@ def diff(values: Mapping[str, Any]) -> int:
     lines += [f"Then, in the {x['stage']}: {x['what']}." for x in said["next"]]
     lines += said["remarks"]
     try:
-        replace(path, page.render(found, a, b).encode("utf-8", "replace"))
+        replace(path, words.page(found, a, b).encode("utf-8", "replace"))
         lines += ["", f"Page: {path}"]
     except OSError as error:
         lines += ["", f"No page: {path}: {error.strerror}"]

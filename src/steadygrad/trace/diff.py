@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from steadygrad.trace.equations import distance
 from steadygrad.trace.passes import signal_of
-from steadygrad.trace.runs import FORWARD, Run, Value, size
+from steadygrad.trace.runs import FORWARD, Run, Step, Value, size
 from steadygrad.trace.sketches import Key
 
 STAGE = {
@@ -129,9 +129,9 @@ def compare(a: Run, b: Run) -> Difference:
             found.verdict = "part" if first.known else "unknown"
             found.first, found.reasons = first, since.reasons(first)
             return found
-        if None in (value.z for step in one.steps for value in step.values.values()):
+        if any(value.bad for step in one.steps for value in step.values.values()):
             broken.append(number)
-    if last is None:
+    if last is None or all(x.key.kind != "weight" for x in found.steps[last]):
         found.verdict = "unknown"
     if broken:
         found.remarks.append(f"At step {broken[0]} values are not finite in both runs.")
@@ -163,7 +163,7 @@ class Comparison:
         one, other = self.steps
         self._same_cut = (one.passes, one.world) == (other.passes, other.world)
         self._same_random = (one.generators, one.passes) == (other.generators, other.passes)
-        self._values = [step.values for step in self.steps]
+        self._values = _with_inputs_of(self.steps)
         orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
         self._at = {key: i for i, key in enumerate(orders[0])}
         # Of each value what its module was handed, what it can have been made of, and its users.
@@ -177,6 +177,10 @@ class Comparison:
                 self._took[key] |= dict.fromkeys(order[j] for j in own.took if j < i)
                 inner = (j for j in range(own.since, i) if frames[j] == own.since)
                 self._made[key] |= self._took[key] | dict.fromkeys(order[j] for j in inner)
+        # What is not added up over the batch, where micro-batches or processes are others.
+        self._uncut = {k for k in self._both(*FORWARD) if not (self._same_cut or self._is_cut(k))}
+        left = self._uncut | {signal_of(key) for key in self._uncut}
+        self._values = [{k: v for k, v in x.items() if k not in left} for x in self._values]
         for key in self._both("input", "output"):
             for value in self._made[key]:
                 self._users[value].append(key)
@@ -211,14 +215,21 @@ class Comparison:
         return clear or sum(self._distances[x] > self._base(x) for x in own) >= len(own) / 2
 
     def alone(self) -> list[str]:
-        """Names of modules and weights that one run has alone, and are not compared."""
+        """What is not compared."""
         a, b = ({k.name for k in x if k.kind in ("output", "weight")} for x in self._values)
         texts = [
             f"{len(own)} modules and weights are in {run} alone, such as {min(own)}: not compared."
             for run, own in (("A", a - b), ("B", b - a))
             if own
         ]
-        return [*texts, "If they were renamed: --rename 'OLD=NEW'."] if len(texts) == 2 else texts
+        if len(texts) == 2:
+            texts.append("If they were renamed: --rename 'OLD=NEW'.")
+        if self._uncut:
+            texts.append(
+                f"{len(self._uncut)} outputs and inputs are not compared: which dimension is the "
+                "batch is not known, and micro-batches or processes are others."
+            )
+        return texts
 
     def reasons(self, first: Place) -> list[str]:
         """What else is known of the first place that differs."""
@@ -243,14 +254,9 @@ class Comparison:
                     for name in {**one, **other}
                     if one.get(name) != other.get(name)
                 ]
-        return (
-            found
-            if first.known
-            else [
-                *found,
-                "Some of what it was computed from is in one run alone, or was not traced.",
-            ]
-        )
+        if not first.known:
+            found.append("Some of what it was computed from is in one run alone, or not traced.")
+        return found
 
     def _keys(self, kind: str) -> list[Key]:
         """Names of values in either run, of weights in both; in the order of computation."""
@@ -275,6 +281,10 @@ class Comparison:
             return first.get(_owner(key.name), len(first)), single
 
         return sorted(keys, key=place)
+
+    def _is_cut(self, key: Key) -> bool:
+        a, b = (values[key] for values in self._values)
+        return (a.batch, a.count) == (b.batch, b.count)
 
     def _pair(self, key: Key) -> list[Value | None]:
         return [values.get(key) for values in self._values]
@@ -364,14 +374,16 @@ class Comparison:
         # What code of the model itself does with a parameter is not seen.
         near = [*outputs, *made] if outputs else [*self._at]
         signals = [signal_of(x) for x in outputs or near]
-        terms, own = 1.0, self._norms([key])
-        if all(self._pair(key)) and all(own):
-            # Terms of the sum that cancel are rounded as the largest.
-            sent = max(self._norms(signals), default=own[0])
-            terms = max(1.0, sent * max(self._norms(made), default=1.0) / max(own))
+        terms = 1.0
+        for values in self._values if all(self._pair(key)) else ():
+            if raw := values[key].norm * _scale(values):
+                # Terms of the sum that cancel are rounded as the largest.
+                sent = max(_norms(signals, values), default=raw)
+                terms = max(terms, sent * max(_norms(made, values), default=1.0) / raw)
         rounding = self._base(key) * (1.0 if self._noise[key] else terms)
         self._roundings[key] = rounding
-        return self._place(key, rounding + GROWTH * terms * self._most([*near, *signals]))
+        allowed = rounding + GROWTH * terms * self._most([*near, *signals])
+        return self._place(key, allowed, known=not self._uncut)
 
     def _scaled(self, places: list[Place]) -> list[Place]:
         """Gradients: where most have one factor, as by clipping, what has another is the reason."""
@@ -429,23 +441,18 @@ class Comparison:
         owners = [key.name] if key.kind == "output" else [*_around(key.name)]
         a, b = ([n for o in owners if o in owned for n in owned[o]] for owned in self._owned)
         starts = [Key("start", name) for name in a]
-        norms = [max(self._norms([x]), default=0.0) for x in starts]
+        norms = [max(_norms([x], *self._values), default=0.0) for x in starts]
         moved = math.hypot(*(self._most([x]) * n for x, n in zip(starts, norms, strict=True)))
         own = math.hypot(*norms)
         if made is not None:
-            own = max(self._norms([key]), default=0.0)
-            moved *= WEIGHTS_GROWTH * max([1.0, *self._norms(made)])
+            own = max(_norms([key], *self._values), default=0.0)
+            moved *= WEIGHTS_GROWTH * max([1.0, *_norms(made, *self._values)])
         return moved / own if own else 0.0, sorted(a) == sorted(b)
-
-    def _norms(self, keys: Iterable[Key]) -> list[float]:
-        """Norms of those that are no whole numbers."""
-        found = (value for key in keys for value in self._pair(key) if value)
-        return [value.norm for value in found if rounding_of(value.type)]
 
     def _is_factor(self, key: Key, ratio: float) -> bool:
         """Whether one value is a multiple of the other."""
         one, other = self._pair(key)
-        if not (one and other and one.z and other.z and other.norm):
+        if not (one and other and other.norm):
             return False
         scaled = [ratio * x for x in one.z]
         return abs(ratio - 1) > FACTOR and distance(scaled, other.z) < FACTOR * other.norm
@@ -460,9 +467,8 @@ def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> t
         return math.inf if one or other else 0.0, "missing in " + ("A" if one is None else "B")
     if one.count != other.count and whole:
         return math.inf, f"{one.count:g} elements in A, {other.count:g} in B"
-    if one.z is None or other.z is None:
-        how = f"not finite in {one.bad} elements in A, {other.bad} in B"
-        return (0.0, "") if one.bad == other.bad else (math.inf, how)
+    if one.bad != other.bad:
+        return math.inf, f"not finite in {one.bad} elements in A, {other.bad} in B"
     most = max(one.norm, other.norm)
     apart = max(distance(one.z, other.z), whole * abs(one.norm - other.norm))
     apart = apart / most if most else 0.0
@@ -480,9 +486,29 @@ def rounding_of(name: str) -> float:
     if name in ("uint8", "int8"):
         return HALF_ROUNDINGS * 2.0**-7  # a state of eight bits
     found = getattr(torch, name, None)
-    if found is None or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         return 0.0
     return torch.finfo(found).eps * (HALF_ROUNDINGS if found.itemsize < 4 else ROUNDINGS)
+
+
+def _with_inputs_of(steps: Sequence[Step]) -> list[Mapping[Key, Value]]:
+    """Values of two steps; inputs of the model with another name in B have A's, in their order."""
+    a, b = ([key for key in step.values if key.kind == "data"] for step in steps)
+    names = dict(zip((k for k in b if k not in a), (k for k in a if k not in b), strict=False))
+    return [steps[0].values, {names.get(k, k): v for k, v in steps[1].values.items()}]
+
+
+def _norms(keys: Iterable[Key], *runs: Mapping[Key, Value]) -> list[float]:
+    """Norms of those that are no whole numbers."""
+    found = [values[key] for key in keys for values in runs if key in values]
+    return [value.norm for value in found if rounding_of(value.type)]
+
+
+def _scale(values: Mapping[Key, Value]) -> float:
+    """By how much gradients were larger after the backward pass than the optimizer got them."""
+    raw = next((key for key in values if key.kind == "raw"), None)
+    used = raw and values.get(raw._replace(kind="gradient"))
+    return values[raw].norm / used.norm if raw and used and used.norm else 1.0
 
 
 def _frames(values: Sequence[Value]) -> list[int]:
@@ -495,7 +521,7 @@ def _frames(values: Sequence[Value]) -> list[int]:
 
 
 def _minus(new: Value, old: Value | None) -> Value | None:
-    if old is None or old.z is None or new.z is None:
+    if old is None:
         return None
     z = [x - y for x, y in zip(new.z, old.z, strict=True)]
     return replace(new, z=z, norm=size(z))

@@ -68,7 +68,7 @@ class Rounding:
         rows, found = {key: row for key, _, row in before.numbers()}, dict[Key, float]()
         for key, one, (*then, _, _) in after.numbers():
             *z, square, _ = rows.get(key, [0.0, 0.0])
-            if square and all(map(math.isfinite, (*z, square, *then))):
+            if square:
                 found[key] = distance(z, then) / math.sqrt(square * max(one.rows, 1))
         return found
 

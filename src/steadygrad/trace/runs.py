@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +18,15 @@ from steadygrad.trace.sketches import Key
 
 FORWARD = ("data", "input", "output")
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
-Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+# Their squares have a number.
+Number = Annotated[float, Meta(ge=-1e150, le=1e150)]
 
 
 class Value(Struct):
     """A tensor of a step: what a process saw, as ``Sketch`` describes it; or the whole.
 
     Attributes:
-        z: Projections; None if it is not finite. Of a whole mean over rows they are the mean's.
+        z: Projections; of a whole mean over rows they are the mean's.
         count: Number of elements; of a whole mean over rows, in each.
         noise: Relative distance that a rounding of the weights makes; 0: not measured.
         norm: Norm of the whole; of a mean over rows, the root of the rows' mean square.
@@ -33,12 +35,14 @@ class Value(Struct):
     """
 
     kind: str
+    z: Annotated[list[Number], Meta(min_length=PROJECTIONS, max_length=PROJECTIONS)]
     name: str = ""
     part: str = ""
     call: Count = 0
     type: str = ""
     count: Count = 0
     rows: Count = 0
+    batch: Count = 0
     bad: Count = 0
     copy: bool = False
     drew: bool = False
@@ -46,7 +50,6 @@ class Value(Struct):
     took: list[Count] = []
     since: Count = 0
     noise: Number = 0.0
-    z: Annotated[list[Number], Meta(min_length=PROJECTIONS, max_length=PROJECTIONS)] | None = None
     square: Annotated[float, Meta(ge=0, le=1e300)] = 0.0
     norm: Number = 0.0
     spread: Number = 0.0
@@ -62,7 +65,7 @@ class Step(Struct):
     schema: Literal[1]
     step: Count
     rank: Count
-    world: Annotated[int, Meta(ge=1, lt=2**31)]
+    world: Annotated[int, Meta(ge=1, lt=2**20)]
     passes: Count
     torch: str
     random: list[str]
@@ -89,7 +92,8 @@ def read_run(folder: Path, rename: Sequence[tuple[str, str]] = ()) -> Run:
         rename: Patterns of names, with ``*`` for any text, and the names that take their place.
 
     Raises:
-        InputError: If there is none, or a file is damaged.
+        InputError: If there is none, a file is damaged, a pattern fits no name, or two names become
+            one.
     """
     steps = dict[int, list[Step]]()
     for path in sorted(folder.glob("step-*-rank-*.json")) if folder.is_dir() else []:
@@ -106,7 +110,7 @@ def read_run(folder: Path, rename: Sequence[tuple[str, str]] = ()) -> Run:
             f"Expected a folder of traces. Found none in {folder}. Remedy: the folder that "
             "Trace(model, optimizer, folder) was given."
         )
-    run = Run(folder, {})
+    run, names = Run(folder, {}), _renamed(steps, rename)
     for number, files in sorted(steps.items()):
         ranks = {*range(files[0].world)}
         if missing := sorted(ranks - {file.rank for file in files}):
@@ -116,7 +120,7 @@ def read_run(folder: Path, rename: Sequence[tuple[str, str]] = ()) -> Run:
             continue
         rows = dict[Key, list[Value]]()
         for one in (one for file in files for one in file.records):
-            key = Key(one.kind, _renamed(one.name, rename), one.part, one.call)
+            key = Key(one.kind, names[one.name], one.part, one.call)
             rows.setdefault(key, []).append(one)
         run.steps[number] = replace(
             files[0],
@@ -131,18 +135,16 @@ def _value(some: Sequence[Value], file: Step) -> Value:
     # Gradients of processes are averaged: each has a share of the whole loss's.
     parts = file.world if first.kind in ("signal", "loss") else 1
     rows, count = sum(one.rows for one in own) or 1, sum(one.count for one in own)
-    z = None
-    if all(one.z for one in own):
-        z = [sum(x) / rows / parts for x in zip(*(one.z or () for one in own), strict=True)]
+    z = [sum(x) / rows / parts for x in zip(*(one.z for one in own), strict=True)]
     # Squares of the smallest numbers are zero.
     norm = math.sqrt(sum(one.square for one in own) / rows) / parts
     # Of a mean of losses, too, the projections tell the size.
     norm = size(z) if not norm or first.kind == "loss" else norm
     spread = 0.0
     # A buffer, as running statistics, is every process's own.
-    if first.part != "buffer" and len(own) == 1 and first.z and norm:
+    if first.part != "buffer" and len(own) == 1 and norm:
         copies = [one.z for one in some if one.copy]
-        spread = max((distance(z, first.z) / norm if z else math.inf for z in copies), default=0.0)
+        spread = max((distance(z, first.z) / norm for z in copies), default=0.0)
     return replace(
         first, z=z, norm=norm, count=count / rows, bad=sum(one.bad for one in own),
         drew=any(one.drew for one in some),
@@ -151,16 +153,34 @@ def _value(some: Sequence[Value], file: Step) -> Value:
     )  # fmt: skip
 
 
-def size(z: Sequence[float] | None) -> float:
+def size(z: Sequence[float]) -> float:
     """Estimate of a norm."""
-    return distance(z, [0.0] * PROJECTIONS) if z else 0.0
+    return distance(z, [0.0] * PROJECTIONS)
 
 
-def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
-    """The name in place of one that a pattern fits; ``old.*`` fits ``old`` as well."""
+def _renamed(
+    steps: Mapping[int, Sequence[Step]], rename: Sequence[tuple[str, str]]
+) -> Mapping[str, str]:
+    """Names in place of those that patterns fit; ``old.*`` fits ``old`` as well."""
+    found = {one.name: one.name for files in steps.values() for f in files for one in f.records}
+    left = [*found]
     for pattern, new in rename:
-        old = "(.*)".join(map(re.escape, pattern.split("*")))
-        if found := re.fullmatch(old, f"{name}.") or re.fullmatch(old, name):
-            texts = [*found.groups(), *[""] * new.count("*")]
-            return new.replace("*", "{}").format(*texts).rstrip(".")
-    return name
+        old, parts = "(.*)".join(map(re.escape, pattern.split("*"))), new.split("*")
+        fits = {n: re.fullmatch(old, f"{n}.") or re.fullmatch(old, n) for n in left if n}
+        if not any(fits.values()):
+            raise InputError(
+                f"Parameter `rename` should fit a name of A. Found {pattern!r}, which fits none. "
+                f"Remedy: one of its names, such as {max(found)!r}, with * for any text."
+            )
+        for name, fit in fits.items():
+            if fit:
+                left.remove(name)
+                texts = zip([*fit.groups(), *[""] * len(parts)], parts[1:], strict=False)
+                found[name] = (parts[0] + "".join(map("".join, texts))).rstrip(".")
+    new_names = Counter(found.values())
+    if twice := [name for name, count in new_names.items() if count > 1]:
+        raise InputError(
+            f"Parameter `rename` should keep names apart. Found {twice[0]!r} twice. Remedy: a "
+            "pattern with a * for what differs."
+        )
+    return found

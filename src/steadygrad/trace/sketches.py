@@ -16,6 +16,8 @@ from steadygrad.watch.hooks import has_values, values
 
 # Elements that are converted at a time: on a CPU as many as its cache holds.
 _CHUNK, _DEVICE_CHUNK = 2**17, 2**24
+# What is larger counts as not finite: sums of squares of less have a number.
+_LARGEST = 1e120
 
 
 class Key(NamedTuple):
@@ -23,8 +25,8 @@ class Key(NamedTuple):
 
     ``kind`` is one of ``"data"``, ``"input"`` (of a module, made by the code around it),
     ``"output"``, ``"signal"`` (the gradient at one of these), ``"loss"``, ``"start"`` (a weight),
-    ``"gradient"``, ``"before"`` and ``"state"`` (of the optimizer, before and after its step), and
-    ``"weight"`` (after it).
+    ``"raw"`` (a gradient as a backward pass leaves it), ``"gradient"``, ``"before"`` and
+    ``"state"`` (of the optimizer, before and after its step), and ``"weight"`` (after it).
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Sketch:
     Attributes:
         sums: Projections and the sum of squares, with shape ``(17,)``.
         rows: Rows of the batch over which a mean is taken; 0: none is.
+        batch: The dimension of these rows.
         copy: Whether another process has the same part.
         took: What the module under way was given, by place in the order of the step.
         since: Place of the first value within that module.
@@ -51,6 +54,7 @@ class Sketch:
     type: str
     count: int = 0
     rows: int = 0
+    batch: int = 0
     copy: bool = False
     took: Sequence[int] = ()
     since: int = 0
@@ -83,6 +87,7 @@ class Sketches:
         one.count += local(tensor).numel()
         if batch is not None and mean:
             one.rows += tensor.shape[batch] if tensor.ndim else 1
+            one.batch = batch
         return one
 
     def numbers(self) -> Iterator[tuple[Key, Sketch, list[float]]]:
@@ -99,6 +104,8 @@ class Sketches:
 
 def _sums(tensor: Tensor, batch: int | None) -> Tensor:
     """Projections, the sum of squares, and the number of elements that are not finite."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
     place, shape, numbers = [*offsets(tensor)], [*tensor.shape], values(tensor)
     # Sums of whole numbers are exact in the widest type, in any order. Elsewhere than on a CPU
     # float32 products may be taken with ten bits.
@@ -106,15 +113,19 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
     dtype = wide(numbers.dtype) if plain else exact(tensor.device)
     most, rows = _CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK, None
     if tensor.is_sparse:
-        rows, place, shape = tensor._indices()[0], [0] * numbers.ndim, [*numbers.shape]
+        rows, place, shape = tensor.indices()[0], [0] * numbers.ndim, [*numbers.shape]
     if tensor.is_complex():
         place, shape = [*place, 0], [*shape, 2]
-    parts = [part.to(dtype) for part in numbers.reshape(-1).split(most)]
-    square = torch.stack([torch.dot(part, part) for part in parts]).sum()
-    bad = torch.zeros_like(square)
+    bad = torch.zeros((), dtype=dtype, device=tensor.device)
     # On a device a look would wait for it.
-    if tensor.device.type != "cpu" or not math.isfinite(square):
-        bad += numbers.isfinite().logical_not().sum()
+    here = tensor.device.type == "cpu"
+    if not (here and math.isfinite(square := _square(numbers, dtype, most))):
+        dtype = exact(tensor.device)
+        good = numbers.abs() <= min(_LARGEST, torch.finfo(numbers.dtype).max)
+        bad = (~good).sum().to(dtype)
+        # Places of what is infinite, as in a mask, are seen as ones.
+        numbers = torch.where(good, numbers, numbers.nan_to_num(0.0).clamp(-1, 1))
+        square = _square(numbers, dtype, most)
     if batch is not None and numbers.ndim:
         numbers = numbers.sum(batch, dtype=dtype)
         del place[batch], shape[batch]
@@ -131,6 +142,11 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
             own = signs(rows[first : first + step], "row", dtype)
         total = total + project(part, own, columns)
     return torch.cat([total, torch.stack([square, bad])])
+
+
+def _square(numbers: Tensor, dtype: torch.dtype, most: int) -> Tensor:
+    parts = [part.to(dtype) for part in numbers.reshape(-1).split(most)]
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 
 @lru_cache(1024)

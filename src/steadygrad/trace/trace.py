@@ -1,7 +1,6 @@
 """Writes sketches of a training's steps, by which two runs are compared."""
 
 import json
-import math
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -157,18 +156,38 @@ class Trace(AbstractContextManager["Trace"]):
         at = self.number - self._start
         self._hooked = at % self._every == 0 and at // self._every < self._steps
         self._shared.current, self._sketches.found = None, {}
-        self._options: list[dict[str, Any]] = []
+        self._options, self._raw = list[dict[str, Any]](), ""
         self._noise: Mapping[Key, float] = {}
         self._passes = Passes(self._sketches, self._shared.device)
         if self._hooked:
             hook_modules(self.model, self._shared, self._hooks)
-            hook = self.optimizer.register_step_pre_hook(partial(_before_step, self._shared))
+            hook = self.optimizer.register_step_pre_hook(
+                partial(_tell, "before_step", self._shared)
+            )
             self._hooks.callback(hook.remove)
+            for name, parameter in self._named:
+                if parameter.requires_grad:
+                    hook = partial(_tell, "after_backward", self._shared, name)
+                    hook = parameter.register_post_accumulate_grad_hook(hook)
+                    self._hooks.callback(hook.remove)
 
-    def before_step(self) -> None:
+    def after_backward(self, name: str, parameter: Tensor) -> None:
+        """Takes one gradient before scales are undone and gradients are clipped."""
+        if self._passes.count and self._raw in ("", name) and parameter.grad is not None:
+            self._raw = name
+            self._sketches.found.pop(Key("raw", name), None)  # of the micro-batches before
+            self._take("raw", name, "", parameter.grad)
+
+    def before_step(self, *_: Any) -> None:
         """Takes the gradients as the optimizer gets them, and its options."""
         self._shared.current = None
-        if not self._passes.count:
+        if not self._passes.count or self._options:
+            warnings.warn(
+                "Expected passes of the model, a step of the optimizer, and then trace.step(). "
+                f"Found a step of the optimizer {'twice' if self._options else 'before any pass'}. "
+                "Remedy: call trace.step() after each one; closures are not traced.",
+                stacklevel=3,
+            )
             return
         self._options = [_plain(group) for group in self.optimizer.param_groups]
         scale = getattr(self.optimizer, "grad_scale", None)  # of a fused step under a GradScaler
@@ -199,20 +218,17 @@ class Trace(AbstractContextManager["Trace"]):
         try:
             replace(path, json.dumps(whole, separators=(",", ":")).encode())
         except OSError as error:
-            raise InputError(
-                f"Expected room for a trace. Found {path}: {error.strerror}. Remedy: free some; or "
-                "close the trace."
-            ) from error
+            # No reason to end a training of days.
+            text = f"Expected room for a trace. Found {path}: {error.strerror}. The trace ends."
+            warnings.warn(text, stacklevel=3)
+            self.close()
 
     def _records(self) -> list[dict[str, Any]]:
         records = []
         for key, one, sums in self._sketches.numbers():
             found = {**key._asdict(), **vars(one), "noise": self._noise.get(key), "sums": None}
-            found["bad"] = int(sums[-1])
-            # JSON has no infinity. Of nine digits float32 has seven.
-            if all(map(math.isfinite, sums)):
-                short = [float(f"{x:.9g}") for x in sums]
-                found |= {"z": short[:PROJECTIONS], "square": short[PROJECTIONS]}
+            short = [float(f"{x:.9g}") for x in sums]  # float32 has seven digits
+            found |= {"z": short[:PROJECTIONS], "square": short[-2], "bad": int(sums[-1])}
             records.append({name: value for name, value in found.items() if value})
         return records
 
@@ -237,9 +253,9 @@ class Trace(AbstractContextManager["Trace"]):
                         self._take(kind, names[parameter], part, torch.as_tensor(leaf))
 
 
-def _before_step(shared: Shared, *_: Any) -> None:
+def _tell(method: str, shared: Shared, *call: Any) -> None:
     if (trace := shared.owner()) is not None:
-        trace.before_step()
+        getattr(trace, method)(*call)
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

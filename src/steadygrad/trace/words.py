@@ -1,13 +1,17 @@
-"""What a comparison found, in words and as plain values."""
+"""What a comparison found, in words, as plain values, and as a page."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import ChoiceLoader, PackageLoader
+
+from steadygrad.studies.page import environment
 from steadygrad.trace.diff import STAGE, Difference, Place
+from steadygrad.trace.runs import Run
 
-__all__ = ["place_in_words", "share", "summary"]
-
+# Steps and modules of the page's table.
+_STEPS, _MODULES = 12, 200
 FORWARD = STAGE["output"]
 _NOUNS = {
     "data": "input {part} of the model",
@@ -91,6 +95,8 @@ def _agreement(found: Difference) -> str:
         default=0.0,
     )
     within = f": the largest difference is {most:.0%} of what rounding may cause" if most else ""
+    if not earlier and not before:
+        return ""
     return f"Before it {steps}{len(before)} values of step {last} agree{within}."
 
 
@@ -103,3 +109,33 @@ def _plain(place: Place) -> Mapping[str, Any]:
         "distance": place.distance if math.isfinite(place.distance) else None,
         "allowed": place.allowed if math.isfinite(place.allowed) else None,
     }
+
+
+def page(found: Difference, a: Run, b: Run) -> str:
+    """Draws the page: the answer, and relative distances by step and module."""
+    pages = environment().overlay(
+        loader=ChoiceLoader([PackageLoader("steadygrad", name) for name in ("trace", "studies")])
+    )
+    steps = [*found.steps][-_STEPS:]
+    modules = [*dict.fromkeys(p.module for n in steps for p in found.steps[n])]
+    table = {
+        "title": "Relative distance by module, in the order of computation, and step",
+        "columns": ["module", *(f"step {number}" for number in steps)],
+        "rows": [
+            [name or "(the model)", *(_cell(found.steps[n], name) for n in steps)]
+            for name in modules[:_MODULES]
+        ],
+        "text_columns": 1,
+    }
+    more = max(0, len(modules) - _MODULES)
+    html = pages.get_template("page.html")
+    return html.render(said=summary(found), distances=table, more=more, runs=(a, b))
+
+
+def _cell(places: Sequence[Place], module: str) -> str:
+    """Of the value that comes nearest to what rounding and its inputs explain, or goes beyond."""
+    own = [p for p in places if p.module == module]
+    one = max(own, key=lambda p: p.distance / p.allowed if p.allowed else p.distance, default=None)
+    if one is None:
+        return "–"
+    return f"{share(one.distance)} parts" if one.differs else share(one.distance)

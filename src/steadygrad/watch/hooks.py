@@ -19,8 +19,7 @@ from steadygrad.shards import local
 __all__ = ["Known", "Shared", "has_values", "hook_modules", "is_planned", "tensors_of", "values"]
 
 T = TypeVar("T")
-_NARROW = (torch.float16, torch.bfloat16)
-REAL = (*_NARROW, torch.float32, torch.float64)
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Shared:
@@ -73,10 +72,11 @@ def hook_modules(model: nn.Module, shared: Shared, hooks: ExitStack) -> None:
 
 def _hook(name: str, module: nn.Module, is_root: bool, shared: Shared, hooks: ExitStack) -> None:
     compiled = module._compiled_call_impl
-    # A layer that never changes its input: that is looked at after it, which saves a hook.
-    plain = type(module).__module__.startswith("torch.nn.modules") and not (
-        is_root or compiled or module._modules or getattr(module, "inplace", False)
-    )
+    # A layer that never changes its input and draws nothing: that is looked at after it, which
+    # saves a hook.
+    place = type(module).__module__
+    plain = place.startswith("torch.nn.modules") and not place.endswith(("dropout", "rnn"))
+    plain &= not (is_root or compiled or module._modules or getattr(module, "inplace", False))
     hook = partial(_on_call, shared, name, is_root, plain)
     if compiled is not None:
         # Hooks would be compiled as well.
@@ -167,7 +167,7 @@ def values(tensor: Tensor) -> Tensor:
     """This process's numbers of a tensor, dense and real."""
     tensor = local(tensor.detach())
     if tensor.is_sparse:
-        tensor = tensor._values()
+        tensor = tensor.coalesce().values()
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     # Sums and norms of float8 do not exist.

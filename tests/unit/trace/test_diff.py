@@ -103,3 +103,111 @@ def test_rounding_leaves_every_generator_as_it_was(tmp_path):
                 trace.step()
         sums.append([p.sum().item() for p in model.parameters()])
     assert sums[0] == sums[1]
+
+
+class Noise(Scaled):
+    """A gradient of noise, of the right size."""
+
+    def on_gradients(self, step, model, optimizer):
+        super().on_gradients(step, model, optimizer)
+        gradient = model.blocks[0].mlp[1].weight.grad
+        size = gradient.norm()
+        gradient.copy_(torch.randn(gradient.shape) * size / gradient[0].numel())
+
+
+@pytest.mark.parametrize(("scale", "clip"), [(2.0**16, 0.0), (1.0, 1e-4)])
+def test_neither_a_loss_scale_nor_clipping_hides_a_gradient(tmp_path, scale, clip):
+    found = said(tmp_path, Noise(scale), Scaled(scale), clip=clip)
+    place = [found[k] for k in ("verdict", "step", "stage", "module")]
+    assert place == ["part", 0, "gradient", "blocks.0.mlp.1"]
+
+
+def compared(tmp_path, *runs, steps=1, rename=()):
+    """The summary of two runs, each a model and a function that gives losses of its passes."""
+    for folder, (model, losses) in zip("ab", runs, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Trace(model, optimizer, tmp_path / folder) as trace:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                for loss in losses(model):
+                    loss.backward()
+                optimizer.step()
+                trace.step()
+    return summary(compare(read_run(tmp_path / "a", rename), read_run(tmp_path / "b")))
+
+
+def layers(call, **parts):
+    torch.manual_seed(0)
+    return Net(call, **{name: make() for name, make in parts.items()})
+
+
+LINEAR = {"first": lambda: nn.Linear(4, 4), "last": lambda: nn.Linear(4, 4)}
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_numbers_that_a_layer_draws_are_not_those_of_the_code_before_it(tmp_path):
+    parts = {**LINEAR, "drop": lambda: nn.Dropout(0.5)}
+    runs = []
+    for p in (0.5, 0.0):
+        model = layers(lambda net, x: net.last(net.drop(net.first(x).relu())), **parts)
+        model.drop.p = p
+        runs.append((model, lambda model: [model(X).square().mean()]))
+    found = compared(tmp_path, *runs)
+    assert (found["stage"], found["module"]) == ("forward pass", "drop")
+
+
+def test_a_mask_of_infinities_at_other_places_is_another_one(tmp_path):
+    def losses(place):
+        mask = torch.zeros(8, 8)
+        mask[0, place] = -torch.inf
+        return lambda model: [model(X, mask).square().mean()]
+
+    def model():
+        return layers(lambda net, x, mask: net.last(mask.softmax(-1) @ net.first(x)), **LINEAR)
+
+    assert compared(tmp_path / "1", (model(), losses(3)), (model(), losses(3)))["verdict"] == "same"
+    found = compared(tmp_path / "2", (model(), losses(3)), (model(), losses(4)))
+    assert (found["verdict"], found["stage"]) == ("part", "data")
+
+
+@pytest.mark.parametrize("tokens", [8, 6])
+def test_accumulation_where_the_batch_is_the_second_dimension(tmp_path, tokens):
+    """What is summed over another dimension in other micro-batches is not compared."""
+    x = torch.randn(tokens, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def losses(cuts):
+        return lambda model: [model(y).square().mean() / cuts for y in x.chunk(cuts, 1)]
+
+    def model():
+        return layers(lambda net, x: net.last(net.first(x).tanh()), **LINEAR)
+
+    found = compared(tmp_path, (model(), losses(1)), (model(), losses(2)))
+    assert found["verdict"] == "same"
+    assert any("not compared" in remark for remark in found["remarks"])
+
+    def wrong(model):
+        return [loss * 2 for loss in losses(2)(model)]
+
+    found = compared(tmp_path / "2", (model(), losses(1)), (model(), wrong))
+    assert (found["verdict"], found["stage"]) == ("unknown", "gradient")
+
+
+def test_runs_without_a_common_weight_are_not_known(tmp_path):
+    def model(**parts):
+        return layers(lambda net, x: next(net.children())(x), **parts)
+
+    runs = [(model(**{name: LINEAR["first"]}), lambda m: [m(X).sum()]) for name in ("a", "b")]
+    assert compared(tmp_path / "1", *runs)["verdict"] == "unknown"
+    runs = [(model(**{name: LINEAR["first"]}), lambda m: [m(X).sum()]) for name in ("a", "b")]
+    assert compared(tmp_path / "2", *runs, rename=[("a.*", "b.*")])["verdict"] == "same"
+
+
+def test_inputs_by_place_and_by_name_are_the_same(tmp_path):
+    def model():
+        return layers(lambda net, x, y: net.last(net.first(x) + y), **LINEAR)
+
+    first = (model(), lambda m: [m(X, X + 1).sum()])
+    found = compared(tmp_path / "1", first, (model(), lambda m: [m(X, y=X + 1).sum()]))
+    assert found["verdict"] == "same"
+    found = compared(tmp_path / "2", first, (model(), lambda m: [m(x=X, y=X).sum()]))
+    assert (found["verdict"], found["stage"]) == ("part", "data")

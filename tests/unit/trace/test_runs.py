@@ -61,7 +61,7 @@ def test_two_processes_add_up(folder, tmp_path):
     assert found.world == 2
     for key, value in found.values.items():
         assert value.z == pytest.approx(whole[key].z, rel=1e-12)
-        expected = whole[key].norm / (math.sqrt(2) if key.kind in ("signal", "loss") else 1)
+        expected = whole[key].norm / (math.sqrt(2) if key.kind == "signal" else 1)
         assert value.norm == pytest.approx(expected, rel=1e-12)
     assert found.values[Key("weight", "place")].spread == 0
 
@@ -124,7 +124,8 @@ def damage(**changes):
         lambda file: file.update(schema=99),
         damage(z=[1.0]),
         damage(z=["a"] * 16),
-        damage(z=[1e301] * 16),
+        damage(z=[1e160] * 16),
+        lambda file: file.update(world=2**31 - 1),
         damage(square=-1.0),
         damage(count=-3),
         damage(took=[-1]),
@@ -154,10 +155,27 @@ def test_a_place_that_is_not_there_is_no_crash(folder, tmp_path):
     assert compare(read_run(folder), read_run(target)).verdict in ("same", "unknown", "part")
 
 
-def test_infinity_has_no_projections(tmp_path):
+def test_infinity_has_the_projections_of_a_one(tmp_path):
     model, optimizer = make()
     with torch.no_grad():
         model.place[0, 0] = torch.inf
     train(tmp_path / "a", model, optimizer, steps=1)
-    values = read_run(tmp_path / "a").steps[0].values
-    assert values[Key("start", "place")].z is None
+    found = read_run(tmp_path / "a").steps[0].values[Key("start", "place")]
+    with torch.no_grad():
+        model, _ = make()
+        model.place[0, 0] = 1.0
+    assert found.bad == 1
+    assert found.norm == pytest.approx(float(model.place.detach().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rename", [[("block.*", "layers.*")], [("blocks.*.norm.*", "norm.*")], [("embed.*", "norm.*")]]
+)
+def test_a_pattern_that_fits_nothing_or_joins_names_is_refused(folder, rename):
+    with refused("rename", "Remedy"):
+        read_run(folder, rename)
+
+
+def test_the_model_itself_keeps_its_name(folder):
+    found = {key.name for key in read_run(folder, [("*", "net.{0}*")]).steps[0].values}
+    assert {"", "net.{0}embed"} <= found

@@ -64,8 +64,11 @@ def test_long_tensors_are_taken_in_pieces(monkeypatch):
 def test_a_sparse_gradient_has_the_dense_ones_projections():
     table = torch.nn.Embedding(9, 3, sparse=True)
     table(torch.tensor([4, 1, 4, 8])).sum().backward()
-    dense = table.weight.grad.to_dense()
-    assert sketch(table.weight.grad)[1] == pytest.approx(sketch(dense)[1], **CLOSE)
+    assert not table.weight.grad.is_coalesced()
+    _, z, rest = sketch(table.weight.grad)
+    _, dense, other = sketch(table.weight.grad.to_dense())
+    assert z == pytest.approx(dense, **CLOSE)
+    assert rest == pytest.approx(other, **CLOSE)
 
 
 def test_micro_batches_add_up_in_any_cut_and_order():
@@ -84,9 +87,19 @@ def test_the_batch_may_be_another_dimension():
     assert sketch(x, batch=1)[1] == pytest.approx(projections(x.sum(1)), **CLOSE)
 
 
-def test_what_is_not_finite_is_counted():
-    x = torch.tensor([1.0, math.nan, math.inf, 2.0])
-    assert sketch(x)[2][1] == 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_what_is_not_finite_is_counted_and_has_its_place(dtype):
+    x = torch.tensor([1.0, math.nan, math.inf, 2.0, -math.inf], dtype=dtype)
+    _, z, rest = sketch(x)
+    _, plain, other = sketch(torch.tensor([1.0, 0.0, 1.0, 2.0, -1.0], dtype=dtype))
+    assert (z, rest, other[1]) == (plain, [other[0], 3], 0)
+
+
+def test_squares_beyond_float32():
+    x = torch.tensor([[1e30, -3e38]])
+    _, z, (square, bad) = sketch(x)
+    assert z == pytest.approx(projections(x.double()), rel=1e-5)
+    assert (square, bad) == (pytest.approx(9e76, rel=1e-5), 0)
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.empty(2, device="meta")])

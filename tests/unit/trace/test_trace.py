@@ -270,5 +270,30 @@ def test_a_folder_that_is_gone_is_said(tmp_path):
     loss_of(model, *batch(0)).backward()
     optimizer.step()
     (tmp_path / "a").rmdir()
-    with refused("Found"):
+    with pytest.warns(UserWarning, match="step-000000000"):
         trace.step()
+    assert not model.embed._forward_hooks
+
+
+@pytest.mark.parametrize("order", ["step first", "twice", "closure"])
+def test_calls_in_another_order_are_said(tmp_path, order):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trace = Trace(model, optimizer, tmp_path)
+
+    def closure():
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    if order == "closure":
+        with pytest.warns(UserWarning, match="trace.step"):
+            optimizer.step(closure)
+        return
+    closure()
+    if order == "step first":
+        trace.step()
+    else:
+        optimizer.step()
+    with pytest.warns(UserWarning, match="trace.step"):
+        optimizer.step()
