@@ -33,6 +33,10 @@ ROUNDINGS, HALF_ROUNDINGS, MEASURED = 32.0, 4.0, 8.0
 # What differences of a value's inputs explain: so many times the largest. An optimizer that divides
 # by a gradient's size turns its smallest elements around: of an update, so many times the root.
 GROWTH, WEIGHTS_GROWTH, ROOT_GROWTH = 32.0, 8.0, 8.0
+# A derivative that jumps, as that of a ReLU, or a choice, as a router's, is another one in elements
+# that are nearer to the jump than a difference: of a tensor in about its distance's share of them.
+# Where that is likelier for one element than this, gradients may differ as by single elements.
+RARE = 1e-5
 # A distance that is worth a mention.
 LEAST = 1e-5
 # A distance of single states and updates that rounding explains where it reaches their gradients.
@@ -319,6 +323,16 @@ class Comparison:
     def _most(self, keys: Iterable[Key]) -> float:
         return max((self._distances.get(key, 0.0) for key in keys), default=0.0)
 
+    def _jumps(self, made: Iterable[Key], near: Iterable[Key]) -> float:
+        """What single elements beyond a jump change, if it is between these values and those."""
+        shares = [0.0]
+        jumps = any(value.jumps for key in made for value in self._pair(key) if value)
+        for key in (x for x in near if jumps and x.kind in FORWARD and x in self._distances):
+            apart = self._distances[key]
+            size = max(value.count * value.rows for value in self._pair(key) if value)
+            shares += [apart + 1 / size] if apart * size > RARE else []
+        return ROOT_GROWTH * math.sqrt(max(shares))
+
     def _start(self, key: Key) -> Place:
         """What the step begins with; the last step that was compared may explain it."""
         allowed, kind = self._base(key), "weight" if key.kind == "start" else "state"
@@ -338,6 +352,7 @@ class Comparison:
         # What one run hands over and the other does not, code around the module has made.
         alone = (x for x in self._took[key] if x.kind == "input" and not all(self._pair(x)))
         module = self._maker(next(alone, key))
+        allowed += self._jumps([key], made) if key.kind == "input" else 0.0
         place = self._place(key, allowed, known=known and compared, module=module)
         if a.drew != b.drew:
             return place._replace(how=f"draws random numbers in {'AB'[b.drew]} alone")
@@ -356,9 +371,11 @@ class Comparison:
         value = _value(key)
         users = self._users[value]
         sent = [x for x in map(signal_of, users) if x in self._distances]
-        near = [*sent, value, *users, *(x for user in users for x in self._made[user])]
-        moved = max((self._moved(user, None)[0] for user in users), default=0.0)
-        allowed = self._base(key) + GROWTH * (self._most(near) + moved)
+        near = [value, *users, *(x for user in users for x in self._made[user])]
+        apart = max([self._most(near), *(self._moved(user, None)[0] for user in users)])
+        # A difference that all rows share grows in their sum, and not in a mean.
+        apart *= math.sqrt(max(one.rows for one in self._pair(value) if one))
+        allowed = self._base(key) + GROWTH * (self._most(sent) + apart) + self._jumps(users, near)
         if not sent:
             return self._place(key, allowed, stage="loss", module="")
         # Where no module took it, code did.
@@ -383,6 +400,7 @@ class Comparison:
         rounding = self._base(key) * (1.0 if self._noise[key] else terms)
         self._roundings[key] = rounding
         allowed = rounding + GROWTH * terms * self._most([*near, *signals])
+        allowed += self._jumps(outputs or near, near)
         return self._place(key, allowed, known=not self._uncut)
 
     def _scaled(self, places: list[Place]) -> list[Place]:

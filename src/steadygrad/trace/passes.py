@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from steadygrad.trace.sketches import Key, Sketches
 from steadygrad.watch.hooks import Known, tensors_of
 
 # Calls of one module in a pass that are told apart; what later ones give counts as new.
 _CALLS = 16
+# Operations whose derivative jumps, or which choose by values; and what may have such within it.
+_JUMPS = (
+    "Relu", "LeakyRelu", "Prelu", "Threshold", "Hard", "Softshrink", "Clamp", "Abs", "Max", "Min",
+    "Amax", "Amin", "AdaptiveMax", "Topk", "Sort", "Index", "CompiledFunction", "Checkpoint",
+)  # fmt: skip
 
 
 class Passes:
@@ -35,6 +41,7 @@ class Passes:
 
     def _begin(self) -> None:
         self._known, self._calls = Known[Key](), dict[tuple[str, str], int]()
+        self._walked = set[Node]()
         # The modules that are under way: a name, places of its inputs, and where it began.
         self._open = [("", list[int](), 0)]
         self._met, self._rows, self._state = 0, 0, generator_state(self._device)
@@ -69,6 +76,8 @@ class Passes:
                 tensor.grad_fn.register_prehook(partial(self._receive, i, tensor.output_nr))
         if not is_root:
             self._open.pop()
+        else:
+            self._walked.clear()  # which keeps a graph
 
     def _call(self, kind: str, name: str) -> int:
         call = self._calls[kind, name] = self._calls.get((kind, name), -1) + 1
@@ -91,6 +100,7 @@ class Passes:
         _, one.took, one.since, one.maker = origin
         before, self._state = self._state, generator_state(self._device)
         one.drew = one.drew or not all(map(torch.equal, before, self._state))
+        one.jumps = self._jumps(tensor.grad_fn) or one.jumps
         self._known.put(tensor, key)
         self._met = max(self._met, place + 1)
         if tensor.grad_fn is not None:
@@ -98,6 +108,16 @@ class Passes:
             hook = partial(self._arrive, key, source, batch, tensor.output_nr)
             tensor.grad_fn.register_prehook(hook)
         return place
+
+    def _jumps(self, node: Node | None) -> bool:
+        """Whether one of the operations since the last ones that were met has a jump."""
+        left, found = [node], False
+        while left:
+            if (node := left.pop()) is not None and node not in self._walked:
+                self._walked.add(node)
+                found = found or node.name().startswith(_JUMPS)
+                left += [before for before, _ in node.next_functions]
+        return found
 
     def _arrive(
         self, key: Key, source: Key | None, batch: int, number: int, given: Sequence[Tensor | None]

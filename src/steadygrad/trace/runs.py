@@ -46,6 +46,7 @@ class Value(Struct):
     bad: Count = 0
     copy: bool = False
     drew: bool = False
+    jumps: bool = False
     maker: str = ""
     took: list[Count] = []
     since: Count = 0
@@ -146,8 +147,8 @@ def _value(some: Sequence[Value], file: Step) -> Value:
         copies = [one.z for one in some if one.copy]
         spread = max((distance(z, first.z) / norm for z in copies), default=0.0)
     return replace(
-        first, z=z, norm=norm, count=count / rows, bad=sum(one.bad for one in own),
-        drew=any(one.drew for one in some),
+        first, z=z, norm=norm, count=count / rows, rows=rows, bad=sum(one.bad for one in own),
+        drew=any(one.drew for one in some), jumps=any(one.jumps for one in some),
         noise=max(one.noise for one in some), spread=spread,
         scalar=count == rows == file.passes * file.world,
     )  # fmt: skip

@@ -48,6 +48,7 @@ class Sketch:
         since: Place of the first value within that module.
         maker: The module whose code made it.
         drew: Whether random numbers were drawn while it was made.
+        jumps: Whether it was made by an operation whose derivative jumps, as that of a ReLU.
     """
 
     sums: Tensor
@@ -60,6 +61,7 @@ class Sketch:
     since: int = 0
     maker: str = ""
     drew: bool = False
+    jumps: bool = False
 
 
 class Sketches:

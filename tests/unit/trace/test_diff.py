@@ -211,3 +211,21 @@ def test_inputs_by_place_and_by_name_are_the_same(tmp_path):
     assert found["verdict"] == "same"
     found = compared(tmp_path / "2", first, (model(), lambda m: [m(x=X, y=X).sum()]))
     assert (found["verdict"], found["stage"]) == ("part", "data")
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, lambda: nn.MaxPool1d(2)])
+def test_a_derivative_that_jumps_at_a_rounding_is_no_fault(tmp_path, act):
+    """Rounding turns single elements of a ReLU on; of these the gradients differ wholly."""
+    x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
+
+    def run(roundings):
+        torch.manual_seed(0)
+        width = 128 if act is not nn.ReLU else 256
+        model = nn.Sequential(nn.Linear(16, 256), act(), nn.Linear(width, 16), nn.Tanh())
+        with torch.no_grad():
+            model[0].weight *= 1 + roundings * 2.0**-23 * torch.randn(256, 16)
+        return model, lambda model: [model(x).square().mean()]
+
+    found = compared(tmp_path, run(0), run(8), steps=6)
+    assert found["verdict"] == "same", found["answer"]
+    assert found["remarks"] == []
