@@ -118,11 +118,14 @@ def compare(a: Run, b: Run) -> Difference:
     for step in (*a.steps.values(), *b.steps.values()):
         for key, value in step.values.items():
             noise[key] = max(noise[key], value.noise)
+    common = [number for number in a.steps if number in b.steps]
+    alone = sorted(n for n in {*a.steps} ^ {*b.steps} if common and common[0] < n < common[-1])
+    if alone:
+        found.remarks.append(f"Steps that one run has alone are not compared, as step {alone[0]}.")
     last: int | None = None
-    broken = list[int]()
     # Values that differed and reached no gradient, so far.
     idle: dict[tuple[str, str], tuple[Comparison, Place]] = {}
-    for number in (n for n in a.steps if n in b.steps):
+    for number in common:
         one = Comparison(a, b, number, last, noise)
         found.remarks += one.alone() if last is None else []
         found.steps[number], last = one.places, number
@@ -132,13 +135,14 @@ def compare(a: Run, b: Run) -> Difference:
                 continue
             found.verdict = "part" if first.known else "unknown"
             found.first, found.reasons = first, since.reasons(first)
+            if first.key.kind == "data":
+                found.reasons += _given_elsewhere(a, b.steps[number])
             return found
-        if any(value.bad for step in one.steps for value in step.values.values()):
-            broken.append(number)
     if last is None or all(x.key.kind != "weight" for x in found.steps[last]):
         found.verdict = "unknown"
-    if broken:
-        found.remarks.append(f"At step {broken[0]} values are not finite in both runs.")
+    bad = (n for n in found.steps for x in (a, b) for v in x.steps[n].values.values() if v.bad)
+    if (broken := next(bad, None)) is not None:
+        found.remarks.append(f"At step {broken} values are not finite in both runs.")
     for _, place in [*idle.values()][:1]:
         where = f"{place.stage} of {place.module or 'the model'}"
         found.remarks.append(
@@ -162,12 +166,16 @@ class Comparison:
         self, a: Run, b: Run, number: int, last: int | None, noise: Mapping[Key, float]
     ) -> None:
         self.steps, self._noise = [a.steps[number], b.steps[number]], noise
-        self._last = [] if last is None else [run.steps[last].values for run in (a, b)]
+        self._last = [{} if last is None else run.steps[last].values for run in (a, b)]
         self._is_next = last in (None, number - 1)
         one, other = self.steps
         self._same_cut = (one.passes, one.world) == (other.passes, other.world)
         self._same_random = (one.generators, one.passes) == (other.generators, other.passes)
         self._values = _with_inputs_of(self.steps)
+        self._options = [
+            {name: group.options for group in step.options for name in group.parameters}
+            for step in self.steps
+        ]
         orders = [[k for k in values if k.kind in FORWARD] for values in self._values]
         self._at = {key: i for i, key in enumerate(orders[0])}
         # Of each value what its module was handed, what it can have been made of, and its users.
@@ -175,14 +183,18 @@ class Comparison:
         self._made = defaultdict[Key, dict[Key, None]](dict)
         self._users = defaultdict[Key, list[Key]](list)
         for values, order in zip(self._values, orders, strict=True):
-            frames = _frames([values[key] for key in order])
+            frames = list[int]()  # where the module begins whose code each value was given to
             for i, key in enumerate(order):
                 own = values[key]
+                frames[own.since :] = [max(x, own.since) for x in frames[own.since :]]
                 self._took[key] |= dict.fromkeys(order[j] for j in own.took if j < i)
-                inner = (j for j in range(own.since, i) if frames[j] == own.since)
-                self._made[key] |= self._took[key] | dict.fromkeys(order[j] for j in inner)
+                inner = (order[j] for j, frame in enumerate(frames) if frame == own.since)
+                self._made[key] |= self._took[key] | dict.fromkeys(inner)
+                frames.append(-1)
         # What is not added up over the batch, where micro-batches or processes are others.
-        self._uncut = {k for k in self._both(*FORWARD) if not (self._same_cut or self._is_cut(k))}
+        cuts = [{k: (v.batch, v.count) for k, v in x.items()} for x in self._values]
+        both = self._both(*FORWARD) if not self._same_cut else []
+        self._uncut = {key for key in both if cuts[0][key] != cuts[1][key]}
         left = self._uncut | {signal_of(key) for key in self._uncut}
         self._values = [{k: v for k, v in x.items() if k not in left} for x in self._values]
         for key in self._both("input", "output"):
@@ -213,16 +225,14 @@ class Comparison:
 
     @property
     def reaches(self) -> bool:
-        """Whether gradients differ by more than rounding: one clearly, or half of them at all."""
-        own = [key for key in self._distances if key.kind == "gradient"]
-        clear = any(self._distances[x] > self._roundings[x] for x in own)
-        return clear or sum(self._distances[x] > self._base(x) for x in own) >= len(own) / 2
+        """Whether a gradient differs by more than rounding."""
+        return any(self._distances[key] > most for key, most in self._roundings.items())
 
     def alone(self) -> list[str]:
         """What is not compared."""
         a, b = ({k.name for k in x if k.kind in ("output", "weight")} for x in self._values)
         texts = [
-            f"{len(own)} modules and weights are in {run} alone, such as {min(own)}: not compared."
+            f"{len(own)} modules and weights are in {run} alone, such as {max(own)}: not compared."
             for run, own in (("A", a - b), ("B", b - a))
             if own
         ]
@@ -237,7 +247,6 @@ class Comparison:
 
     def reasons(self, first: Place) -> list[str]:
         """What else is known of the first place that differs."""
-        a, b = self.steps
         alike = [x for x in self.places if x.differs and x.key[::2] == first.key[::2]]
         found = list[str]()
         if (
@@ -252,12 +261,14 @@ class Comparison:
                     f"The optimizer of {name} made no step, as if a scaler had skipped it."
                 )
         if first.stage in (STAGE["state"], STAGE["weight"]):
-            for i, (one, other) in enumerate(zip(a.options, b.options, strict=False)):
-                found += [
-                    f"Group {i} has {name} = {one.get(name)} in A, {other.get(name)} in B."
-                    for name in {**one, **other}
-                    if one.get(name) != other.get(name)
-                ]
+            one, other = (options.get(first.key.name, {}) for options in self._options)
+            found += [
+                f"Its {name} is {one.get(name)} in A, {other.get(name)} in B."
+                for name in {**one, **other}
+                if one.get(name) != other.get(name)
+            ]
+        if first.key.kind == "data" and not self._same_random:
+            found.append("Random generators are in other states as the step begins.")
         if not first.known:
             found.append("Some of what it was computed from is in one run alone, or not traced.")
         return found
@@ -285,10 +296,6 @@ class Comparison:
             return first.get(_owner(key.name), len(first)), single
 
         return sorted(keys, key=place)
-
-    def _is_cut(self, key: Key) -> bool:
-        a, b = (values[key] for values in self._values)
-        return (a.batch, a.count) == (b.batch, b.count)
 
     def _pair(self, key: Key) -> list[Value | None]:
         return [values.get(key) for values in self._values]
@@ -335,13 +342,10 @@ class Comparison:
 
     def _start(self, key: Key) -> Place:
         """What the step begins with; the last step that was compared may explain it."""
-        allowed, kind = self._base(key), "weight" if key.kind == "start" else "state"
-        if key.kind == "data":
-            return self._place(key, allowed)
-        if self._last:
-            before = [values.get(key._replace(kind=kind)) for values in self._last]
-            allowed += GROWTH ** (1 if self._is_next else 3) * relative(*before)[0]
-        return self._place(key, allowed, known=self._is_next)
+        kind = "weight" if key.kind == "start" else "state"
+        before = [values.get(key._replace(kind=kind)) for values in self._last]
+        allowed = self._base(key) + GROWTH ** (1 if self._is_next else 3) * relative(*before)[0]
+        return self._place(key, allowed, known=self._is_next or key.kind == "data")
 
     def _forward(self, key: Key) -> Place:
         made = self._made[key]
@@ -416,7 +420,7 @@ class Comparison:
         """States, or updates: single ones may differ where their gradient is rounding alone."""
         parts = Counter(x.key.part for x in places)
         apart = Counter(x.key.part for x in places if x.differs)
-        if self.steps[0].options != self.steps[1].options:
+        if self._options[0] != self._options[1]:
             return places
         return [
             x._replace(allowed=max(x.allowed, TURNED))
@@ -429,8 +433,7 @@ class Comparison:
 
     def _state(self, key: Key) -> Place:
         apart = self._most([key._replace(kind="before"), Key("gradient", key.name)])
-        grown = max(GROWTH * apart, ROOT_GROWTH * math.sqrt(apart))
-        return self._place(key, self._base(key) + grown)
+        return self._place(key, self._base(key) + ROOT_GROWTH * math.sqrt(apart))
 
     def _update(self, key: Key) -> Place:
         """Of a weight: from its gradient and the optimizer's states; of a buffer, from outputs."""
@@ -456,7 +459,7 @@ class Comparison:
         The output of a linear layer moves by no more than its weights, times its input; a gradient,
         for which nothing is ``made``, in proportion.
         """
-        owners = [key.name] if key.kind == "output" else [*_around(key.name)]
+        owners = [key.name] if key.kind == "output" else _around(key.name)
         a, b = ([n for o in owners if o in owned for n in owned[o]] for owned in self._owned)
         starts = [Key("start", name) for name in a]
         norms = [max(_norms([x], *self._values), default=0.0) for x in starts]
@@ -516,6 +519,16 @@ def _with_inputs_of(steps: Sequence[Step]) -> list[Mapping[Key, Value]]:
     return [steps[0].values, {names.get(k, k): v for k, v in steps[1].values.items()}]
 
 
+def _given_elsewhere(a: Run, b: Step) -> list[str]:
+    """The step at which A's model was given what B's was at another one."""
+    given = {key: value for key, value in b.values.items() if key.kind == "data"}
+    for number, step in a.steps.items():
+        apart = [relative(step.values.get(key), value)[0] for key, value in given.items()]
+        if number != b.step and max(apart, default=1.0) < LEAST:
+            return [f"A was given the same at step {number}; Trace(start=...) numbers steps."]
+    return []
+
+
 def _norms(keys: Iterable[Key], *runs: Mapping[Key, Value]) -> list[float]:
     """Norms of those that are no whole numbers."""
     found = [values[key] for key in keys for values in runs if key in values]
@@ -527,15 +540,6 @@ def _scale(values: Mapping[Key, Value]) -> float:
     raw = next((key for key in values if key.kind == "raw"), None)
     used = raw and values.get(raw._replace(kind="gradient"))
     return values[raw].norm / used.norm if raw and used and used.norm else 1.0
-
-
-def _frames(values: Sequence[Value]) -> list[int]:
-    """Where the module begins whose code each value was given to."""
-    frames = [-1] * len(values)
-    for i, value in enumerate(values):
-        for place in range(value.since, i):
-            frames[place] = max(frames[place], value.since)
-    return frames
 
 
 def _minus(new: Value, old: Value | None) -> Value | None:

@@ -62,8 +62,7 @@ class Rounding:
             for p in self._model.parameters():
                 part = local(p.data)
                 sign = 1 - 2 * (torch.arange(part.numel(), device=part.device) % 2)
-                moved = part.to(wide(part.dtype)) * (1 + eps * sign.view(part.shape))
-                part.copy_(moved)
+                part.copy_(part.to(wide(part.dtype)) * (1 + eps * sign.view(part.shape)))
             after = self._repeat(passes)
         rows, found = {key: row for key, _, row in before.numbers()}, dict[Key, float]()
         for key, one, (*then, _, _) in after.numbers():

@@ -57,6 +57,13 @@ class Value(Struct):
     scalar: bool = False
 
 
+class Group(Struct):
+    """Options of some parameters of an optimizer."""
+
+    parameters: list[str]
+    options: Mapping[str, Any]
+
+
 class Step(Struct):
     """A step of one process in a file; or of all, where ``values`` are in the order of computation.
 
@@ -70,7 +77,7 @@ class Step(Struct):
     passes: Count
     torch: str
     random: list[str]
-    options: Sequence[Mapping[str, Any]]
+    options: list[Group]
     records: list[Value]
     values: dict[Key, Value] = {}
     generators: list[list[str]] = []
@@ -127,6 +134,10 @@ def read_run(folder: Path, rename: Sequence[tuple[str, str]] = ()) -> Run:
             files[0],
             values={key: _value(some, files[0]) for key, some in rows.items()},
             generators=[file.random for file in files],
+            options=[
+                Group([names.get(name, name) for name in group.parameters], group.options)
+                for group in files[0].options
+            ],
         )
     return run
 

@@ -92,6 +92,7 @@ class Trace(AbstractContextManager["Trace"]):
         # Now: in a forward pass `fully_shard` puts whole parameters in their places.
         named = model.named_parameters()
         self._named = [(own_name(name, model), parameter) for name, parameter in named]
+        self._names: dict[Any, str] = {parameter: name for name, parameter in self._named}
         self._sketches = Sketches()
         self._rounding = Rounding(model, self._shared, self._sketches) if rounding else None
         self._hooks = ExitStack()
@@ -161,15 +162,12 @@ class Trace(AbstractContextManager["Trace"]):
         self._passes = Passes(self._sketches, self._shared.device)
         if self._hooked:
             hook_modules(self.model, self._shared, self._hooks)
-            hook = self.optimizer.register_step_pre_hook(
-                partial(_tell, "before_step", self._shared)
-            )
-            self._hooks.callback(hook.remove)
+            hook = partial(_tell, "before_step", self._shared)
+            self._hooks.enter_context(self.optimizer.register_step_pre_hook(hook))
             for name, parameter in self._named:
                 if parameter.requires_grad:
                     hook = partial(_tell, "after_backward", self._shared, name)
-                    hook = parameter.register_post_accumulate_grad_hook(hook)
-                    self._hooks.callback(hook.remove)
+                    self._hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
     def after_backward(self, name: str, parameter: Tensor) -> None:
         """Takes one gradient before scales are undone and gradients are clipped."""
@@ -189,7 +187,7 @@ class Trace(AbstractContextManager["Trace"]):
                 stacklevel=3,
             )
             return
-        self._options = [_plain(group) for group in self.optimizer.param_groups]
+        self._options = [self._plain(group) for group in self.optimizer.param_groups]
         scale = getattr(self.optimizer, "grad_scale", None)  # of a fused step under a GradScaler
         for name, parameter in self._named:
             if parameter.grad is not None:
@@ -244,26 +242,25 @@ class Trace(AbstractContextManager["Trace"]):
             self._take(kind, own_name(name, self.model), "buffer", buffer)
 
     def _take_states(self, kind: str) -> None:
-        names: dict[Any, str] = {parameter: name for name, parameter in self._named}
         for parameter, state in self.optimizer.state.items():
-            if parameter in names:
+            if parameter in self._names:
                 for path, leaf in _pytree.tree_flatten_with_path(state)[0]:
                     part = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
                     if isinstance(leaf, (Tensor, int, float)):
-                        self._take(kind, names[parameter], part, torch.as_tensor(leaf))
+                        self._take(kind, self._names[parameter], part, torch.as_tensor(leaf))
+
+    def _plain(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Names of a group of parameters, and its options that are numbers or texts."""
+        found = dict[str, Any]()
+        for name, value in group.items():
+            some = value if isinstance(value, (list, tuple)) else [value]
+            single = [x.item() if isinstance(x, Tensor) and not x.ndim else x for x in some]
+            if name != "params" and all(isinstance(x, (int, float, str)) for x in single):
+                found[name] = single if isinstance(value, (list, tuple)) else single[0]
+        names = [self._names.get(parameter, "") for parameter in group["params"]]
+        return {"parameters": names, "options": found}
 
 
 def _tell(method: str, shared: Shared, *call: Any) -> None:
     if (trace := shared.owner()) is not None:
         getattr(trace, method)(*call)
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Options of a group of parameters that are numbers or texts."""
-    found: dict[str, Any] = {"parameters": len(group["params"])}
-    for name, value in group.items():
-        some = value if isinstance(value, (list, tuple)) else [value]
-        single = [x.item() if isinstance(x, Tensor) and not x.ndim else x for x in some]
-        if name != "params" and all(isinstance(x, (int, float, str)) for x in single):
-            found[name] = single if isinstance(value, (list, tuple)) else single[0]
-    return found

@@ -12,7 +12,6 @@ from steadygrad.trace.runs import Run
 
 # Steps and modules of the page's table.
 _STEPS, _MODULES = 12, 200
-FORWARD = STAGE["output"]
 _NOUNS = {
     "data": "input {part} of the model",
     "start": "{name}",
@@ -59,7 +58,9 @@ def share(x: float) -> str:
     """A relative distance."""
     if not math.isfinite(x):
         return "all of it"
-    return f"{x:.3g}" if x < 0.1 else f"{x:.0%}"
+    if x < 1e-4:
+        return f"{x:.1e}" if x else "0"
+    return f"{x:.0%}" if x >= 0.1 else f"{100 * x:.2g}%"
 
 
 def _answer(found: Difference) -> str:
@@ -69,13 +70,13 @@ def _answer(found: Difference) -> str:
     if first is None:
         span = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
         places = [p for places in found.steps.values() for p in places]
-        most = max((p.distance for p in places if p.stage == FORWARD), default=0.0)
+        most = max((p.distance for p in places if p.stage == STAGE["output"]), default=0.0)
         apart = f"; outputs of modules differ by at most {share(most)}" if most else ""
         same = ", to the last digit that a trace keeps" * (not any(p.distance for p in places))
         return f"The runs are the same within rounding over {span}{same}{apart}."
     alike = [p for p in found.steps[first.step] if p.key[::2] == first.key[::2]]
     count = sum(place.differs for place in alike)
-    others = f" ({count} of {len(alike)} such values differ)" if len(alike) > 1 else ""
+    others = f" (one of {count} of {len(alike)} that nothing before explains)" if count > 1 else ""
     words = f"{place_in_words(first)}{others}."
     if found.verdict == "unknown":
         return f"Not known. The first to differ, at step {first.step}: {words}"
@@ -86,17 +87,14 @@ def _agreement(found: Difference) -> str:
     """What agrees before the first place that differs."""
     if found.first is None:
         return ""
-    last = found.first.step
-    earlier = [number for number in found.steps if number < last]
-    before = found.steps[last][: found.steps[last].index(found.first)]
-    steps = f"{len(earlier)} step{'s' * (len(earlier) > 1)} and " if earlier else ""
-    most = max(
-        (place.distance / (place.allowed or 1.0) for place in before if not place.differs),
-        default=0.0,
-    )
-    within = f": the largest difference is {most:.0%} of what rounding may cause" if most else ""
+    last, places = found.first.step, found.steps[found.first.step]
+    before = places[: places.index(found.first)]
+    earlier = sum(number < last for number in found.steps)
     if not earlier and not before:
         return ""
+    steps = f"{earlier} step{'s' * (earlier > 1)} and " if earlier else ""
+    most = max((x.distance / (x.allowed or 1.0) for x in before if not x.differs), default=0.0)
+    within = f": the largest difference is {most:.0%} of what rounding may cause" if most else ""
     return f"Before it {steps}{len(before)} values of step {last} agree{within}."
 
 
@@ -117,7 +115,10 @@ def page(found: Difference, a: Run, b: Run) -> str:
         loader=ChoiceLoader([PackageLoader("steadygrad", name) for name in ("trace", "studies")])
     )
     steps = [*found.steps][-_STEPS:]
-    modules = [*dict.fromkeys(p.module for n in steps for p in found.steps[n])]
+    places = [p for n in steps for p in found.steps[n]]
+    # Those of the forward pass have its order.
+    places.sort(key=lambda p: p.stage != STAGE["output"])
+    modules = [*dict.fromkeys(p.module for p in places)]
     table = {
         "title": "Relative distance by module, in the order of computation, and step",
         "columns": ["module", *(f"step {number}" for number in steps)],

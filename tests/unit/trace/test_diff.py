@@ -1,5 +1,6 @@
 """What a comparison says of losses, of factors, and of values that are not finite."""
 
+import json
 import random
 
 import numpy as np
@@ -229,3 +230,39 @@ def test_a_derivative_that_jumps_at_a_rounding_is_no_fault(tmp_path, act):
     found = compared(tmp_path, run(0), run(8), steps=6)
     assert found["verdict"] == "same", found["answer"]
     assert found["remarks"] == []
+
+
+def test_the_step_at_which_the_other_run_had_these_data(tmp_path):
+    """As of a run that was resumed and counts from 0 again."""
+    train(tmp_path / "a", *make(), steps=4)
+    model, optimizer = make()
+    train(tmp_path / "b", model, optimizer, steps=2)
+    train(tmp_path / "b", model, optimizer, steps=2, start=2)
+    for path in sorted((tmp_path / "b").iterdir()):
+        file = json.loads(path.read_text())
+        file["step"] -= 2
+        path.write_text(json.dumps(file))
+    found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
+    assert (found["step"], found["stage"]) == (0, "data")
+    assert any("at step 2" in reason for reason in found["reasons"])
+
+
+def test_a_gap_is_said(tmp_path):
+    for name in "ab":
+        train(tmp_path / name, *make(), steps=4)
+    (tmp_path / "b/step-000000002-rank-00000.json").unlink()
+    found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
+    assert found["verdict"] == "same"
+    assert any("step 2" in remark for remark in found["remarks"])
+
+
+def test_an_option_of_a_weight_is_named_whatever_its_group(tmp_path):
+    for name, decayed in (("a", "place"), ("b", "norm.weight")):
+        model, _ = make()
+        weights = dict(model.named_parameters())
+        one = weights.pop(decayed)
+        groups = [{"params": [one], "weight_decay": 0.3}, {"params": [*weights.values()]}]
+        train(tmp_path / name, model, torch.optim.AdamW(groups, weight_decay=0.0), steps=1)
+    found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
+    assert (found["stage"], found["module"]) == ("update", "")
+    assert found["reasons"] == ["Its weight_decay is 0.3 in A, 0.0 in B."]

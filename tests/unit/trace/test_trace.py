@@ -91,7 +91,8 @@ def test_what_a_step_computed_is_in_the_order_of_computation(tmp_path):
     assert names(file, "state") == [("state", name, "momentum_buffer") for name in weights]
     assert names(file, "before") == []
     assert [r["took"] for r in file["records"] if r["kind"] == "output"] == [[0], [1], [2], [0]]
-    assert file["options"][0]["momentum"] == 0.9
+    assert file["options"][0]["options"]["momentum"] == 0.9
+    assert file["options"][0]["parameters"] == weights
     assert names(file, "loss")
 
 
