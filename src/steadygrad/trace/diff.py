@@ -123,27 +123,35 @@ def compare(a: Run, b: Run) -> Difference:
     if alone:
         found.remarks.append(f"Steps that one run has alone are not compared, as step {alone[0]}.")
     last: int | None = None
-    # Values that differed and reached no gradient, so far.
-    idle: dict[tuple[str, str], tuple[Comparison, Place]] = {}
+    scale, idle, options = 1.0, list[Place](), list[str]()
     for number in common:
-        one = Comparison(a, b, number, last, noise)
+        one = Comparison(a, b, number, last, noise, scale)
+        if (factor := one.undone) != 1:
+            scale *= factor
+            found.remarks.append(f"From step {number} on B's loss scale is {scale:.4g} times A's.")
+            one = Comparison(a, b, number, last, noise, scale)
         found.remarks += one.alone() if last is None else []
         found.steps[number], last = one.places, number
         for place in filter(lambda x: x.differs, one.places):
-            since, first = idle.setdefault((place.stage, place.module), (one, place))
-            if place.key.kind in SCALED and not (place.how or one.reaches):
+            is_missing = place.key.kind == "data" and place.how.startswith("missing")
+            if (is_missing or (place.key.kind in SCALED and not place.how)) and not one.reaches:
+                idle.append(place)
                 continue
-            found.verdict = "part" if first.known else "unknown"
-            found.first, found.reasons = first, since.reasons(first)
-            if first.key.kind == "data":
+            found.verdict = "part" if place.known else "unknown"
+            found.first, found.reasons = place, one.reasons(place)
+            if place.key.kind == "data":
                 found.reasons += _given_elsewhere(a, b.steps[number])
             return found
+        names = (place.key.name for place in one.places if place.key.kind == "start")
+        texts = ((name, one.options(name)) for name in names)
+        options += [f"{x[0]} At step {number}, as of {n}." for n, x in texts if x and not options]
+    found.remarks += options
     if last is None or all(x.key.kind != "weight" for x in found.steps[last]):
         found.verdict = "unknown"
     bad = (n for n in found.steps for x in (a, b) for v in x.steps[n].values.values() if v.bad)
     if (broken := next(bad, None)) is not None:
         found.remarks.append(f"At step {broken} values are not finite in both runs.")
-    for _, place in [*idle.values()][:1]:
+    for place in idle[:1]:
         where = f"{place.stage} of {place.module or 'the model'}"
         found.remarks.append(
             f"From step {place.step} on the {where} differs, and no gradient does."
@@ -160,18 +168,29 @@ class Comparison:
         number: The step.
         last: The step before it that was compared.
         noise: What a rounding of the weights was measured to change, by name; 0: nothing was.
+        scale: B's loss scale over A's.
     """
 
     def __init__(
-        self, a: Run, b: Run, number: int, last: int | None, noise: Mapping[Key, float]
-    ) -> None:
+        self, a: Run, b: Run, number: int, last: int | None, noise: Mapping[Key, float],
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
         self.steps, self._noise = [a.steps[number], b.steps[number]], noise
         self._last = [{} if last is None else run.steps[last].values for run in (a, b)]
-        self._is_next = last in (None, number - 1)
+        # Of runs that are traced from one step on nobody knows what was before it.
+        self._is_next = (number if last is None else last + 1) == number
+        if last is None and min(*a.steps, *b.steps) == number:
+            self._is_next = number == 0
         one, other = self.steps
         self._same_cut = (one.passes, one.world) == (other.passes, other.world)
         self._same_random = (one.generators, one.passes) == (other.generators, other.passes)
-        self._values = _with_inputs_of(self.steps)
+        self._values, self._scale = _with_inputs_of(self.steps), scale
+        self._values[1] = {
+            k: replace(v, z=[x / scale for x in v.z], norm=v.norm / scale)
+            if k.kind == "signal"
+            else v
+            for k, v in self._values[1].items()
+        }
         self._options = [
             {name: group.options for group in step.options for name in group.parameters}
             for step in self.steps
@@ -228,6 +247,25 @@ class Comparison:
         """Whether a gradient differs by more than rounding."""
         return any(self._distances[key] > most for key, most in self._roundings.items())
 
+    @property
+    def undone(self) -> float:
+        """A factor of B's gradients at outputs that those of weights do not have; 1: none."""
+        first = next((x for x in self.places if x.key.kind == "signal"), None)
+        if not (first and first.differs and self._is_factor(first.key, first.ratio)):
+            return 1.0
+        seen = (key for key, most in self._roundings.items() if most < first.distance / 10)
+        agree = any(self._distances[key] <= self._roundings[key] for key in seen)
+        return first.ratio if agree else 1.0
+
+    def options(self, name: str) -> list[str]:
+        """Options of a weight that differ."""
+        one, other = (options.get(name, {}) for options in self._options)
+        return [
+            f"Its {option} is {one.get(option)} in A, {other.get(option)} in B."
+            for option in {**one, **other}
+            if one.get(option) != other.get(option)
+        ]
+
     def alone(self) -> list[str]:
         """What is not compared."""
         a, b = ({k.name for k in x if k.kind in ("output", "weight")} for x in self._values)
@@ -261,12 +299,7 @@ class Comparison:
                     f"The optimizer of {name} made no step, as if a scaler had skipped it."
                 )
         if first.stage in (STAGE["state"], STAGE["weight"]):
-            one, other = (options.get(first.key.name, {}) for options in self._options)
-            found += [
-                f"Its {name} is {one.get(name)} in A, {other.get(name)} in B."
-                for name in {**one, **other}
-                if one.get(name) != other.get(name)
-            ]
+            found += self.options(first.key.name)
         if first.key.kind == "data" and not self._same_random:
             found.append("Random generators are in other states as the step begins.")
         if not first.known:
@@ -344,8 +377,12 @@ class Comparison:
         """What the step begins with; the last step that was compared may explain it."""
         kind = "weight" if key.kind == "start" else "state"
         before = [values.get(key._replace(kind=kind)) for values in self._last]
-        allowed = self._base(key) + GROWTH ** (1 if self._is_next else 3) * relative(*before)[0]
-        return self._place(key, allowed, known=self._is_next or key.kind == "data")
+        # Data are copied, and not computed.
+        allowed = self._base(key) / (8 if key.kind == "data" else 1)
+        allowed += GROWTH ** (1 if self._is_next else 3) * relative(*before)[0]
+        is_new = bool(self._last[0]) and None in before
+        known = key.kind == "data" or (self._is_next and not is_new)
+        return self._place(key, allowed, known=known)
 
     def _forward(self, key: Key) -> Place:
         made = self._made[key]
@@ -368,7 +405,9 @@ class Comparison:
         return place
 
     def _loss(self, key: Key) -> Place:
-        return self._place(key, self._base(key) + GROWTH * self._most(self._at))
+        place = self._place(key, self._base(key) + GROWTH * self._most(self._at))
+        is_scaled = self._scale != 1 and abs(place.ratio / self._scale - 1) < FACTOR
+        return place._replace(allowed=math.inf) if is_scaled else place
 
     def _signal(self, key: Key) -> Place:
         """The gradient at a value: from those at what was made of it, by modules' own passes."""
@@ -408,13 +447,18 @@ class Comparison:
         return self._place(key, allowed, known=not self._uncut)
 
     def _scaled(self, places: list[Place]) -> list[Place]:
-        """Gradients: where most have one factor, as by clipping, what has another is the reason."""
+        """Gradients: where most have one factor, as by clipping, what has another is the reason.
+
+        Where neither are most, nobody knows which ones were changed and which ones only clipped.
+        """
         apart = [x for x in places if x.differs]
         ratios = sorted(x.ratio for x in apart if x.distance < math.inf) or [1.0]
         alike = [x for x in apart if self._is_factor(x.key, ratios[len(ratios) // 2])]
-        if len(apart) / 2 < len(alike) < len(apart):
+        if not len(apart) / 4 < len(alike) < len(apart):
+            return places
+        if len(alike) >= len(apart) * 3 / 4:
             return [x._replace(allowed=math.inf) if x in alike else x for x in places]
-        return places
+        return [x._replace(known=False) for x in places]
 
     def _common(self, places: list[Place]) -> list[Place]:
         """States, or updates: single ones may differ where their gradient is rounding alone."""
@@ -432,8 +476,16 @@ class Comparison:
         ]
 
     def _state(self, key: Key) -> Place:
-        apart = self._most([key._replace(kind="before"), Key("gradient", key.name)])
-        return self._place(key, self._base(key) + ROOT_GROWTH * math.sqrt(apart))
+        given = [key._replace(kind="before"), Key("gradient", key.name)]
+        allowed = self._base(key) + ROOT_GROWTH * math.sqrt(self._most(given))
+        if any(self._distances.values()):
+            # A state with fewer numbers than its weight may be a sum over it, whose terms cancel.
+            weight = Key("start", key.name)
+            size = max(value.count for value in self._pair(weight) if value)
+            own = [v.norm if v and v.count < size else math.inf for v in self._pair(key)]
+            terms = [max(_norms([x], *self._values), default=0.0) for x in (given[1], weight)]
+            allowed += self._base(key) * math.prod(terms) / (max(own) or math.inf)
+        return self._place(key, allowed)
 
     def _update(self, key: Key) -> Place:
         """Of a weight: from its gradient and the optimizer's states; of a buffer, from outputs."""
@@ -485,7 +537,9 @@ def relative(one: Value | None, other: Value | None, *, whole: bool = True) -> t
     ``whole``: whether their sizes and norms have to be alike as well.
     """
     if one is None or other is None:
-        return math.inf if one or other else 0.0, "missing in " + ("A" if one is None else "B")
+        # A gradient of zeros is as none.
+        is_there = any(value.norm or value.bad for value in (one, other) if value)
+        return math.inf if is_there else 0.0, "missing in " + ("A" if one is None else "B")
     if one.count != other.count and whole:
         return math.inf, f"{one.count:g} elements in A, {other.count:g} in B"
     if one.bad != other.bad:
@@ -507,7 +561,7 @@ def rounding_of(name: str) -> float:
     if name in ("uint8", "int8"):
         return HALF_ROUNDINGS * 2.0**-7  # a state of eight bits
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
     return torch.finfo(found).eps * (HALF_ROUNDINGS if found.itemsize < 4 else ROUNDINGS)
 

@@ -1,6 +1,6 @@
 """The forward and backward passes of a step: what was computed, in which order, and from what."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,8 @@ class Passes:
         """Begins a pass: the model is called."""
         self._begin()
         self.count += 1
-        for name, given in [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]:
+        named = [{str(i): x} if not isinstance(x, Mapping) else x for i, x in enumerate(args)]
+        for name, given in (item for some in (*named, kwargs) for item in some.items()):
             for i, tensor in enumerate(tensors_of(given)):
                 self._rows = self._rows or (tensor.shape[0] if tensor.ndim else 0)
                 self._note(Key("data", "", f"{name}.{i}" if i else name), tensor)

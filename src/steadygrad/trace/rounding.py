@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from steadygrad._names import own_name
 from steadygrad.numerics import wide
@@ -84,9 +85,13 @@ class Rounding:
             kept.callback(part.copy_, part.clone())
         for p in self._model.parameters():
             kept.callback(setattr, p, "grad", p.grad)
+            if p.grad is not None and not p.grad.is_sparse:
+                # DDP may keep gradients in memory of its own, which a pass overwrites.
+                kept.callback(local(p.grad).copy_, local(p.grad).clone())
 
     def _repeat(self, passes: Passes) -> Sketches:
-        (args, kwargs), state, others, cast = self._call
+        inputs, state, others, cast = self._call
+        args, kwargs = _pytree.tree_map_only(Tensor, _cut, inputs)
         found, device = Sketches(), self._shared.device
         random.setstate(others[0])
         np.random.set_state(others[1])
@@ -105,3 +110,8 @@ class Rounding:
             if p.grad is not None:
                 found.take(Key("gradient", own_name(name, self._model)), p.grad)
         return found
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """The tensor as the loop's own graph does not see it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

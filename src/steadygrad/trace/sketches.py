@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -80,7 +81,8 @@ class Sketches:
         """
         if not has_values(tensor):
             return None
-        with torch.autocast(tensor.device.type, enabled=False):
+        casts = torch.is_autocast_enabled(tensor.device.type)
+        with torch.autocast(tensor.device.type, enabled=False) if casts else nullcontext():
             sums = _sums(tensor.detach(), batch)
         if (one := self.found.get(key)) is None:
             one = self.found[key] = Sketch(sums, str(tensor.dtype).removeprefix("torch."))
@@ -118,7 +120,7 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
         rows, place, shape = tensor.indices()[0], [0] * numbers.ndim, [*numbers.shape]
     if tensor.is_complex():
         place, shape = [*place, 0], [*shape, 2]
-    bad = torch.zeros((), dtype=dtype, device=tensor.device)
+    bad = _zero(dtype, tensor.device)
     # On a device a look would wait for it.
     here = tensor.device.type == "cpu"
     if not (here and math.isfinite(square := _square(numbers, dtype, most))):
@@ -134,21 +136,29 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
     if not numbers.ndim:
         numbers, place, shape = numbers[None], [0], [1]
     columns = _columns(tuple(place[1:]), numbers.shape[1:], tuple(shape[1:]), dtype, tensor.device)
-    total = columns.new_zeros(PROJECTIONS)
-    step = max(1, most // max(len(columns), PROJECTIONS))
-    for first in range(0, len(numbers) if numbers.numel() else 0, step):
+    step, totals = max(1, most // max(len(columns), PROJECTIONS)), list[Tensor]()
+    for first in range(0, max(len(numbers), 1), step):
         part = numbers[first : first + step].reshape(-1, len(columns)).to(dtype)
         if rows is None:
             own = _rows(place[0] + first, len(part), dtype, tensor.device)
         else:
             own = signs(rows[first : first + step], "row", dtype)
-        total = total + project(part, own, columns)
-    return torch.cat([total, torch.stack([square, bad])])
+        totals.append(project(part, own, columns))
+    return torch.cat([_sum(totals), square[None], bad[None]])
 
 
 def _square(numbers: Tensor, dtype: torch.dtype, most: int) -> Tensor:
     parts = [part.to(dtype) for part in numbers.reshape(-1).split(most)]
-    return torch.stack([torch.dot(part, part) for part in parts]).sum()
+    return _sum([torch.dot(part, part) for part in parts])
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+@lru_cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 @lru_cache(1024)

@@ -89,10 +89,6 @@ class Trace(AbstractContextManager["Trace"]):
         self._make_folder()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._shared = Shared(device, weakref.ref(self))
-        # Now: in a forward pass `fully_shard` puts whole parameters in their places.
-        named = model.named_parameters()
-        self._named = [(own_name(name, model), parameter) for name, parameter in named]
-        self._names: dict[Any, str] = {parameter: name for name, parameter in self._named}
         self._sketches = Sketches()
         self._rounding = Rounding(model, self._shared, self._sketches) if rounding else None
         self._hooks = ExitStack()
@@ -161,6 +157,10 @@ class Trace(AbstractContextManager["Trace"]):
         self._noise: Mapping[Key, float] = {}
         self._passes = Passes(self._sketches, self._shared.device)
         if self._hooked:
+            # Now: in a forward pass `fully_shard` puts whole parameters in their places.
+            named = self.model.named_parameters()
+            self._named = [(own_name(name, self.model), parameter) for name, parameter in named]
+            self._names: dict[Any, str] = {parameter: name for name, parameter in self._named}
             hook_modules(self.model, self._shared, self._hooks)
             hook = partial(_tell, "before_step", self._shared)
             self._hooks.enter_context(self.optimizer.register_step_pre_hook(hook))

@@ -76,7 +76,7 @@ def _answer(found: Difference) -> str:
         return f"The runs are the same within rounding over {span}{same}{apart}."
     alike = [p for p in found.steps[first.step] if p.key[::2] == first.key[::2]]
     count = sum(place.differs for place in alike)
-    others = f" (one of {count} of {len(alike)} that nothing before explains)" if count > 1 else ""
+    others = f" (unexplained: {count} of {len(alike)} such values)" if len(alike) > 1 else ""
     words = f"{place_in_words(first)}{others}."
     if found.verdict == "unknown":
         return f"Not known. The first to differ, at step {first.step}: {words}"

@@ -55,6 +55,36 @@ def test_another_loss_scale_is_no_fault(tmp_path):
     assert any("step 0" in remark for remark in found["remarks"])
 
 
+class Later(Scaled):
+    """A gradient that is three times too large, from step 2 on."""
+
+    def on_gradients(self, step, model, optimizer):
+        super().on_gradients(step, model, optimizer)
+        if step >= 2:
+            model.blocks[1].mlp[3].weight.grad *= 3
+
+
+@pytest.mark.parametrize("scale", [1024.0, 4096.0])
+def test_another_loss_scale_hides_no_gradient(tmp_path, scale):
+    found = said(tmp_path, Later(scale), Scaled(1024.0), steps=3)
+    place = [found[k] for k in ("verdict", "step", "stage", "module")]
+    assert place == ["part", 2, "gradient", "blocks.1.mlp.3"]
+
+
+class Doubled(Fault):
+    """Gradients of half of the weights are twice as large."""
+
+    def on_gradients(self, step, model, optimizer):
+        for p in [*model.parameters()][::2]:
+            p.grad *= 2
+
+
+def test_clipping_leaves_open_which_half_was_changed(tmp_path):
+    found = said(tmp_path, Doubled(), clip=1e-3)
+    assert (found["verdict"], found["stage"]) == ("unknown", "gradient")
+    assert said(tmp_path, Doubled())["verdict"] == "part"
+
+
 class Decayed(Scaled):
     def on_start(self, model, optimizer):
         optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -266,3 +296,84 @@ def test_an_option_of_a_weight_is_named_whatever_its_group(tmp_path):
     found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
     assert (found["stage"], found["module"]) == ("update", "")
     assert found["reasons"] == ["Its weight_decay is 0.3 in A, 0.0 in B."]
+
+
+def test_runs_that_are_traced_from_a_later_step_on_may_have_grown_apart(tmp_path):
+    def run(name, factor, start, first=0):
+        model, optimizer = make()
+        with torch.no_grad():
+            model.place *= factor
+        train(tmp_path / name, model, optimizer, steps=1, start=start)
+
+    run("a", 1.0, 3)
+    run("b", 1.001, 3)
+    found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
+    assert (found["verdict"], found["stage"]) == ("unknown", "weights at the start")
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_complex_weights_have_rounding(tmp_path):
+    def run(cuts):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(torch.complex64)
+        x = X.to(torch.complex64)
+        return model, lambda m: [m(y).abs().square().mean() / cuts for y in x.chunk(cuts)]
+
+    assert compared(tmp_path, run(1), run(2), steps=2)["verdict"] == "same"
+
+
+def test_what_one_model_alone_is_given_is_a_fault_where_it_matters(tmp_path):
+    """As labels that a trainer hands to a model, or a mask of ones."""
+    call = lambda net, x, mask=None: net.last(net.first(x if mask is None else x * mask))
+    runs = [
+        (layers(call, **LINEAR), lambda m: [m(X).square().sum()]),
+        (layers(call, **LINEAR), lambda m: [m(X, torch.ones(8, 4)).square().sum()]),
+        (layers(call, **LINEAR), lambda m: [m(X, torch.full((8, 4), 0.5)).square().sum()]),
+    ]
+    found = compared(tmp_path / "1", runs[0], runs[1])
+    assert (found["verdict"], len(found["remarks"])) == ("same", 1)
+    runs[0] = (layers(call, **LINEAR), runs[0][1])
+    found = compared(tmp_path / "2", runs[0], runs[2])
+    assert (found["verdict"], found["stage"]) == ("part", "data")
+
+
+def test_a_dictionary_goes_by_its_names(tmp_path):
+    call = lambda net, batch: net.last(net.first(batch["x"]) + batch["y"])
+    runs = [
+        (layers(call, **LINEAR), lambda m: [m({"x": X, "y": X + 1}).sum()]),
+        (layers(call, **LINEAR), lambda m: [m({"y": X + 1, "x": X}).sum()]),
+    ]
+    assert compared(tmp_path, *runs)["verdict"] == "same"
+
+
+def test_other_options_are_said_where_rounding_hides_them(tmp_path):
+    for name, decay in (("a", 1e-12), ("b", 2e-12)):
+        model, _ = make()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=decay)
+        train(tmp_path / name, model, optimizer, steps=1)
+    found = summary(compare(read_run(tmp_path / "a"), read_run(tmp_path / "b")))
+    assert found["verdict"] == "same"
+    assert any("weight_decay is 1e-12 in A" in remark for remark in found["remarks"])
+
+
+def test_of_weights_that_come_later_the_first_step_is_not_known(tmp_path):
+    def run(factor):
+        model = layers(lambda net, x: [*net.children()][-1](net.first(x)), **LINEAR)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Trace(model, optimizer, tmp_path / str(factor)) as trace:
+            for step in range(3):
+                if step == 1:
+                    torch.manual_seed(1)
+                    model.new = nn.Linear(4, 2)
+                    group = {"params": model.new.parameters(), "lr": 0.1 * factor}
+                    optimizer.add_param_group(group)
+                model(X).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                trace.step()
+
+    for factor in (1.0, 1.5):
+        run(factor)
+    found = summary(compare(read_run(tmp_path / "1.0"), read_run(tmp_path / "1.5")))
+    place = [found[k] for k in ("verdict", "step", "stage", "module")]
+    assert place == ["unknown", 2, "weights at the start", "new"]

@@ -72,6 +72,18 @@ def test_a_batch_norm_is_the_same_when_rounding_is_measured(tmp_path):
     assert any("noise" in r for r in read(tmp_path / "a")["records"])
 
 
+@pytest.mark.parametrize("rounding", [False, True])
+def test_a_graph_around_the_model_gets_its_gradient_once(tmp_path, rounding):
+    before, model = nn.Linear(3, 3), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trace = Trace(model, optimizer, tmp_path, rounding=rounding)
+    model(before(torch.ones(2, 3))).sum().backward()
+    expected = before.weight.grad.clone()
+    optimizer.step()
+    trace.step()
+    assert torch.equal(before.weight.grad, expected)
+
+
 def test_what_a_step_computed_is_in_the_order_of_computation(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
