@@ -10,8 +10,10 @@ module: any that it moved is right.
 
 A fault is defined if it moves the value that it changes by more than ``diff.ROUNDINGS`` roundings
 of its type, relative to its norm, measured on the tensor itself in float64; and, if it is one of
-the random state, the forward pass, the loss or the backward pass, if a gradient that the optimizer
-gets changes by as much: clipping takes a factor away. Others are counted apart.
+the random state, the forward pass, the loss, the backward pass or a gradient, if a gradient that
+the optimizer gets changes by more than rounding in the type of the pass (``diff.rounding_of``):
+clipping takes a factor away, and under autocast gradients are computed in bfloat16. Others are
+counted apart.
 
 The same nets without a fault are computed otherwise in B: any verdict but "same" is a false alarm.
 """
@@ -843,7 +845,8 @@ def planted(seed: int, rounding: bool = False) -> Result:
         right = right or bool({first.module, first.key.name} & fault.named)
         right = right and first.step == fault.step and first.stage in fault.stages
         said = "right" if right else "wrong"
-    is_lost = fault.reaches and reach <= diff.ROUNDINGS * torch.finfo(task.dtype).eps
+    least = diff.rounding_of(str(torch.bfloat16 if task.cast else task.dtype)[6:])
+    is_lost = (fault.reaches or "gradient" in fault.stages) and reach <= least
     if is_lost or not any(x.defined for x in fault.moved):
         said = f"undefined, {said}"
     apart = max((x.share for x in fault.moved), default=0.0)

@@ -292,7 +292,8 @@ class Comparison:
             and self._is_factor(first.key, first.ratio)
             and all(abs(x.ratio / first.ratio - 1) < FACTOR for x in alike)
         ):
-            found.append(f"B's is {first.ratio:.4g} times A's, as all that differ are.")
+            others = ", as those of all that are unexplained" if len(alike) > 1 else ""
+            found.append(f"B's is {first.ratio:.4g} times A's{others}.")
         for name, values in zip("AB", self._values, strict=True):
             if not any(key.kind == "gradient" for key in values):
                 found.append(
@@ -490,7 +491,11 @@ class Comparison:
     def _update(self, key: Key) -> Place:
         """Of a weight: from its gradient and the optimizer's states; of a buffer, from outputs."""
         if key.part:
-            allowed = self._base(key) + GROWTH * self._most(self._at)
+            # A mean may be far smaller than what it is taken of.
+            made = [x for one in self._outputs[self._module(key.name)] for x in self._made[one]]
+            own = max(values[key].norm for values in self._values) or math.inf
+            terms = max([1.0, *(norm / own for norm in _norms(made, *self._values))])
+            allowed = terms * (self._base(key) + GROWTH * self._most(self._at))
             return self._place(key, allowed, stage=STAGE["output"])
         start = key._replace(kind="start")
         moves = [_minus(values[key], values.get(start)) for values in self._values]

@@ -136,11 +136,12 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
     if not numbers.ndim:
         numbers, place, shape = numbers[None], [0], [1]
     columns = _columns(tuple(place[1:]), numbers.shape[1:], tuple(shape[1:]), dtype, tensor.device)
-    step, totals = max(1, most // max(len(columns), PROJECTIONS)), list[Tensor]()
-    for first in range(0, max(len(numbers), 1), step):
-        part = numbers[first : first + step].reshape(-1, len(columns)).to(dtype)
+    width, totals = columns.shape[0], list[Tensor]()
+    step = max(1, most // max(width, PROJECTIONS))
+    for first in range(0, max(numbers.shape[0], 1), step):
+        part = numbers[first : first + step].reshape(-1, width).to(dtype)
         if rows is None:
-            own = _rows(place[0] + first, len(part), dtype, tensor.device)
+            own = _rows(place[0] + first, part.shape[0], dtype, tensor.device)
         else:
             own = signs(rows[first : first + step], "row", dtype)
         totals.append(project(part, own, columns))
@@ -148,7 +149,8 @@ def _sums(tensor: Tensor, batch: int | None) -> Tensor:
 
 
 def _square(numbers: Tensor, dtype: torch.dtype, most: int) -> Tensor:
-    parts = [part.to(dtype) for part in numbers.reshape(-1).split(most)]
+    flat = numbers.reshape(-1)
+    parts = [part.to(dtype) for part in (flat.split(most) if flat.numel() > most else (flat,))]
     return _sum([torch.dot(part, part) for part in parts])
 
 
@@ -161,7 +163,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-@lru_cache(1024)
+@lru_cache(256)
 def _rows(first: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return signs(torch.arange(first, first + count, device=device), "row", dtype)
 

@@ -94,7 +94,7 @@ def _agreement(found: Difference) -> str:
         return ""
     steps = f"{earlier} step{'s' * (earlier > 1)} and " if earlier else ""
     most = max((x.distance / (x.allowed or 1.0) for x in before if not x.differs), default=0.0)
-    within = f": the largest difference is {most:.0%} of what rounding may cause" if most else ""
+    within = f": the largest difference is {share(most)} of what rounding may cause" if most else ""
     return f"Before it {steps}{len(before)} values of step {last} agree{within}."
 
 
@@ -139,4 +139,4 @@ def _cell(places: Sequence[Place], module: str) -> str:
     one = max(own, key=lambda p: p.distance / p.allowed if p.allowed else p.distance, default=None)
     if one is None:
         return "–"
-    return f"{share(one.distance)} parts" if one.differs else share(one.distance)
+    return f"{share(one.distance)} unexplained" if one.differs else share(one.distance)
