@@ -72,7 +72,7 @@ CEILINGS = {
     "studies/inspect": 1081,
     "studies/ab": 946,
     "tasks": 1574,
-    "trace": 1752,
+    "trace": 1767,
     "noise": 2549,
     "balance": 1206,
     "scale": 1351,

@@ -124,9 +124,12 @@ def compare(a: Run, b: Run) -> Difference:
         found.remarks.append(f"Steps that one run has alone are not compared, as step {alone[0]}.")
     last: int | None = None
     scale, idle, options = 1.0, list[Place](), list[str]()
+    # Where the loss scales were first found to be others.
+    since: tuple[Comparison, Place] | None = None
     for number in common:
         one = Comparison(a, b, number, last, noise, scale)
         if (factor := one.undone) != 1:
+            since = since or (one, next(x for x in one.places if x.differs))
             scale *= factor
             found.remarks.append(f"From step {number} on B's loss scale is {scale:.4g} times A's.")
             one = Comparison(a, b, number, last, noise, scale)
@@ -137,6 +140,10 @@ def compare(a: Run, b: Run) -> Difference:
             if (is_missing or (place.key.kind in SCALED and not place.how)) and not one.reaches:
                 idle.append(place)
                 continue
+            if since and place.key.kind == "gradient" and one.is_scaled:
+                # What looked like a scale that is undone was only clipped away.
+                one, place = since
+                found.steps[place.step] = one.places
             found.verdict = "part" if place.known else "unknown"
             found.first, found.reasons = place, one.reasons(place)
             if place.key.kind == "data":
@@ -256,6 +263,14 @@ class Comparison:
         seen = (key for key, most in self._roundings.items() if most < first.distance / 10)
         agree = any(self._distances[key] <= self._roundings[key] for key in seen)
         return first.ratio if agree else 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether most gradients differ, all by one factor."""
+        own = [x for x in self.places if x.key.kind == "gradient"]
+        apart = [x for x in own if x.differs]
+        alike = all(self._is_factor(x.key, apart[0].ratio) for x in apart)
+        return alike and 2 * len(apart) > len(own)
 
     def options(self, name: str) -> list[str]:
         """Options of a weight that differ."""

@@ -71,6 +71,28 @@ def test_another_loss_scale_hides_no_gradient(tmp_path, scale):
     assert place == ["part", 2, "gradient", "blocks.1.mlp.3"]
 
 
+class Clipped(Fault):
+    """A loss that is four times too large, where clipping takes the factor away at first."""
+
+    def on_loss(self, step, loss):
+        return loss * 4
+
+    def on_gradients(self, step, model, optimizer):
+        if step < 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+class First(Clipped):
+    def on_loss(self, step, loss):
+        return loss
+
+
+def test_a_factor_that_clipping_took_away_is_the_losss(tmp_path):
+    found = said(tmp_path, Clipped(), First(), steps=3)
+    assert [found[k] for k in ("verdict", "step", "stage", "module")] == ["part", 0, "loss", ""]
+    assert found["agrees"]
+
+
 class Doubled(Fault):
     """Gradients of half of the weights are twice as large."""
 
