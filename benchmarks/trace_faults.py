@@ -863,7 +863,8 @@ def reached(a: Mapping[str, Tensor], b: Mapping[str, Tensor], eps: float) -> flo
     norms = {name: x.double().norm().item() for name, x in a.items()}
     whole, most = math.hypot(*norms.values()), 0.0
     for name, x in a.items():
-        other = b[name].double()
+        # An expert that no row goes to has none.
+        other = b[name].double() if name in b else torch.zeros_like(x, dtype=torch.float64)
         size = max(norms[name], other.norm().item())
         if size > OWN * eps * whole:
             most = max(most, (x.double() - other).norm().item() / size)
